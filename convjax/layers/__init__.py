@@ -1,0 +1,21 @@
+"""Flax Linen modules and functions over `pallas_kernels`: what every model here is made of.
+
+`Conv` and `Dense` hold a kernel and a bias and call one operation; `BatchNorm` holds running
+statistics; pooling has no parameters, so it is plain functions.
+"""
+
+from convjax.layers.conv import Conv, ConvPadding
+from convjax.layers.dense import Dense
+from convjax.layers.norm import BatchNorm, BatchNormConvention
+from convjax.layers.pool import avg_pool, global_avg_pool, max_pool
+
+__all__ = [
+    "BatchNorm",
+    "BatchNormConvention",
+    "Conv",
+    "ConvPadding",
+    "Dense",
+    "avg_pool",
+    "global_avg_pool",
+    "max_pool",
+]

@@ -1,0 +1,88 @@
+"""Convolution as a module: a kernel, a bias, and one call of `pallas_kernels.conv2d`."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from pallas_kernels import Activation, Backend, conv2d
+
+ConvPadding = Literal["SAME", "VALID"] | int | tuple[tuple[int, int], tuple[int, int]]
+"""Pixels added around the image: the same number on every side, or ((top, bottom), (left, right)).
+
+`"SAME"` is XLA's: with stride 2 it may pad right and bottom only, where torch pads both sides. The
+models of this library therefore write numbers.
+"""
+
+
+def explicit_padding(
+    padding: ConvPadding,
+) -> Literal["SAME", "VALID"] | tuple[tuple[int, int], tuple[int, int]]:
+    """The same padding in the form that `pallas_kernels` takes."""
+    return ((padding, padding), (padding, padding)) if isinstance(padding, int) else padding
+
+
+class Conv(nn.Module):
+    """2-D convolution of NHWC images with parameters `kernel` (HWIO, float32) and `bias`.
+
+    Fields follow `pallas_kernels.conv2d`; `dtype` is the type of the arithmetic's operands and of
+    the output (accumulation is float32), parameters stay float32. He et al.'s (2015) initialiser.
+    """
+
+    features: int
+    kernel_size: tuple[int, int]
+    strides: tuple[int, int] = (1, 1)
+    padding: ConvPadding = 0
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    use_bias: bool = True
+    activation: Activation | None = None
+    dtype: Dtype = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    kernel_init: nn.initializers.Initializer = nn.initializers.he_normal()
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros
+    backend: Backend = "auto"
+    algorithm: str | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "b h w c"],
+        residual: Float[Array, "b h_out w_out features"] | None = None,
+    ) -> Float[Array, "b h_out w_out features"]:
+        """[b, h, w, c] → [b, h_out, w_out, features]; `residual` is added before the activation.
+
+        Raises:
+            ValueError: `groups` does not divide the channels, or the shape leaves no output.
+        """
+        if x.shape[-1] % self.groups:
+            raise ValueError(f"groups={self.groups} must divide c_in={x.shape[-1]}")
+        kernel_shape = (*self.kernel_size, x.shape[-1] // self.groups, self.features)
+        kernel = self.param("kernel", self.kernel_init, kernel_shape, jnp.float32)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
+
+        def convolve(x: Array, kernel: Array, bias: Array | None) -> Array:
+            return conv2d(
+                x.astype(self.dtype),
+                kernel.astype(self.dtype),
+                strides=self.strides,
+                padding=explicit_padding(self.padding),
+                dilation=self.dilation,
+                groups=self.groups,
+                bias=bias,
+                residual=residual,
+                activation=self.activation,
+                out_dtype=self.dtype,
+                precision=self.precision,
+                backend=self.backend,
+                algorithm=self.algorithm,
+            )
+
+        if self.is_initializing():  # parameters need shapes only: nothing is computed or compiled
+            return jnp.zeros(jax.eval_shape(convolve, x, kernel, bias).shape, self.dtype)
+        return convolve(x, kernel, bias)

@@ -1,0 +1,65 @@
+"""Models by name: each paper's file has a table `VARIANTS`, and this one holds them together."""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.typing import Dtype
+
+from convjax.models import resnet
+from pallas_kernels import Backend
+
+_MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({**resnet.VARIANTS})
+_FLAX_FIELDS = {"parent", "name"}
+
+
+def create_model(
+    name: str,
+    *,
+    num_classes: int | None = None,
+    dtype: Dtype = jnp.float32,
+    backend: Backend = "auto",
+    **fields: Any,
+) -> nn.Module:
+    """The model called `name`, as a Linen module from images [b, h, w, c] to logits [b, classes].
+
+    Args:
+        num_classes: width of the last layer; None is the paper's (1000; 10 for CIFAR's networks),
+            0 leaves the layer out and gives the features before it.
+        dtype: compute type; parameters and statistics stay float32.
+        backend: of every operation, see `pallas_kernels`.
+        **fields: further fields of the model's class, over those of the variant.
+
+    Raises:
+        ValueError: an unknown model or field; the message names the nearest ones.
+    """
+    if name not in _MODELS:
+        nearest = difflib.get_close_matches(name, _MODELS, n=4, cutoff=0.4)
+        hint = f"nearest: {', '.join(nearest)}" if nearest else "see convjax.list_models()"
+        raise ValueError(f"unknown model {name!r}; {hint}")
+    variant = _MODELS[name]
+    _check_fields(name, variant, fields)
+    if num_classes is not None:
+        if num_classes < 0:
+            raise ValueError(f"num_classes={num_classes} must not be negative")
+        fields["num_classes"] = num_classes
+    return variant(dtype=dtype, backend=backend, **fields)
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names that match a shell pattern such as "resnet*_cifar", in alphabetical order."""
+    return sorted(fnmatch.filter(_MODELS, pattern))
+
+
+def _check_fields(name: str, variant: Callable[..., nn.Module], fields: Mapping[str, Any]) -> None:
+    model_class = getattr(variant, "func", variant)
+    known = {field.name for field in dataclasses.fields(model_class)} - _FLAX_FIELDS
+    for field in fields:
+        if field not in known:
+            nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
+            raise ValueError(f"{name} has no field {field!r}; nearest: {nearest[0]}")
