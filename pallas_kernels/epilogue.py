@@ -1,0 +1,83 @@
+"""What follows a product before it is written: activation(accumulator + bias + residual).
+
+All of it is float32 (float64 for float64 operands); one cast at the end. A kernel that holds the
+accumulator in registers applies this to its block; the XLA path hands it to XLA, which fuses it.
+
+Kept for the backward pass: for relu one byte an element (which of them were positive), for the
+smooth activations their float32 argument, from which they are computed again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+"""`gelu` is x Φ(x) by the error function; `gelu_tanh` is the same paper's approximation of it.
+Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415."""
+
+_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": jax.checkpoint(partial(jax.nn.gelu, approximate=False)),
+    "gelu_tanh": jax.checkpoint(partial(jax.nn.gelu, approximate=True)),
+    "silu": jax.checkpoint(jax.nn.silu),
+}
+
+
+def check_floating(**operands: Array) -> None:
+    """Refuses, before any work, operands whose products would be rounded to floats.
+
+    Raises:
+      TypeError: the dtype of one of them is not floating.
+    """
+    for name, operand in operands.items():
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise TypeError(f"{name} of dtype {operand.dtype} must be floating")
+
+
+def check(
+    shape: tuple[int, ...],
+    *,
+    bias: Array | None,
+    residual: Array | None,
+    activation: str | None,
+    channel_axis: int = -1,
+) -> None:
+    """Refuses, before any work, an epilogue that does not fit an output of `shape`.
+
+    Raises:
+      ValueError: `bias` is not [channels], `residual` not of `shape`, or `activation` unknown.
+    """
+    channels = shape[channel_axis]
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"bias of shape {bias.shape} must be ({channels},), one for each channel")
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"residual of shape {residual.shape} must have the output's shape {shape}")
+    if activation is not None and activation not in _FUNCTIONS:
+        names = ", ".join(map(repr, get_args(Activation)))
+        raise ValueError(f"activation={activation!r} must be None or one of {names}")
+
+
+def apply(
+    accumulator: Float[Array, "..."],
+    *,
+    bias: Float[Array, " channels"] | None,
+    residual: Float[Array, "..."] | None,
+    activation: Activation | None,
+    out_dtype: DTypeLike,
+    channel_axis: int = -1,
+) -> Float[Array, "..."]:
+    """activation(accumulator + bias + residual) in the accumulator's dtype, then cast."""
+    y = accumulator
+    if bias is not None:
+        others = [axis for axis in range(y.ndim) if axis != channel_axis % y.ndim]
+        y = y + jnp.expand_dims(bias, others).astype(y.dtype)
+    if residual is not None:
+        y = y + residual.astype(y.dtype)
+    if activation is not None:
+        y = _FUNCTIONS[activation](y)
+    return y.astype(out_dtype)

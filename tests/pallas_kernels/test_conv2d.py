@@ -1,0 +1,445 @@
+"""conv2d against a float64 convolution written as loops, in every pass and by every algorithm."""
+
+import inspect
+import math
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import conv2d
+from pallas_kernels.conv2d import reference
+
+ALGORITHMS = ("direct", "im2col", "shifted")
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    x_shape: tuple[int, ...]  # NHWC
+    w_shape: tuple[int, ...]
+    strides: tuple[int, int] = (1, 1)
+    padding: str | tuple[tuple[int, int], tuple[int, int]] = "SAME"
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @property
+    def options(self):
+        names = ("strides", "padding", "dilation", "groups")
+        return {name: getattr(self, name) for name in names}
+
+
+@st.composite
+def cases(draw):
+    pair = lambda low, high: st.tuples(*[st.integers(low, high)] * 2)  # noqa: E731
+    image = draw(pair(1, 9))
+    kernel = draw(pair(1, 4))
+    dilation = draw(pair(1, 2))
+    span = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    fits = all(n >= s for n, s in zip(image, span, strict=True))
+    # Explicit padding makes every window fit, and is asymmetric more often than not.
+    low = draw(pair(0, 2))
+    high = [
+        draw(st.integers(max(0, s - n - before), max(0, s - n - before) + 2))
+        for s, n, before in zip(span, image, low, strict=True)
+    ]
+    explicit = tuple(zip(low, high, strict=True))
+    padding = draw(st.sampled_from(["SAME", *(["VALID"] if fits else []), explicit, explicit]))
+    groups, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return Case(
+        x_shape=(draw(st.integers(0, 3)), *image, groups * per_group),
+        w_shape=(*kernel, per_group, groups * draw(st.integers(1, 2))),
+        strides=draw(pair(1, 3)),
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+    )
+
+
+def pads(case):
+    if case.padding == "VALID":
+        return (0, 0), (0, 0)
+    if case.padding != "SAME":
+        return case.padding
+    edges = []
+    for axis in (0, 1):
+        n, stride = case.x_shape[1 + axis], case.strides[axis]
+        span = (case.w_shape[axis] - 1) * case.dilation[axis] + 1
+        missing = max(span - stride if n % stride == 0 else span - n % stride, 0)
+        edges.append((missing // 2, missing - missing // 2))
+    return tuple(edges)
+
+
+def by_loops(case, x, w, g=None):
+    """y = x * w; with a cotangent g of y, the gradients (dx, dw) of sum(g y) too. All float64."""
+    edges = pads(case)
+    (top, _), (left, _) = edges
+    (kh, kw, _, c_out), (sh, sw), (dh, dw_) = w.shape, case.strides, case.dilation
+    padded = np.pad(x, ((0, 0), *edges, (0, 0)))
+    out_h = (padded.shape[1] - (kh - 1) * dh - 1) // sh + 1
+    out_w = (padded.shape[2] - (kw - 1) * dw_ - 1) // sw + 1
+    y = np.zeros((x.shape[0], out_h, out_w, c_out))
+    grad_x, grad_w = np.zeros_like(padded), np.zeros_like(w)
+    c, o = x.shape[3] // case.groups, c_out // case.groups
+    for p in range(out_h):
+        for q in range(out_w):
+            for group in range(case.groups):
+                inputs = slice(group * c, (group + 1) * c)
+                outputs = slice(group * o, (group + 1) * o)
+                seen = np.s_[
+                    :, p * sh : p * sh + kh * dh : dh, q * sw : q * sw + kw * dw_ : dw_, inputs
+                ]
+                y[:, p, q, outputs] = np.einsum("bijc,ijco->bo", padded[seen], w[..., outputs])
+                if g is not None:
+                    grad_x[seen] += np.einsum("bo,ijco->bijc", g[:, p, q, outputs], w[..., outputs])
+                    grad_w[..., outputs] += np.einsum(
+                        "bijc,bo->ijco", padded[seen], g[:, p, q, outputs]
+                    )
+    if g is None:
+        return y
+    h, width = x.shape[1:3]
+    return y, grad_x[:, top : top + h, left : left + width], grad_w
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def float64(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def assert_close(actual, expected, tolerance):
+    actual = float64(actual)
+    assert actual.shape == expected.shape
+    scale = np.max(np.abs(expected), initial=1e-30)
+    assert np.max(np.abs(actual - expected), initial=0) <= tolerance * scale
+
+
+def output_and_gradients(case, x, w, g, **options):
+    """(y, dx, dw), compiled at once."""
+
+    @jax.jit
+    def run(x, w, g):
+        y, pull = jax.vjp(lambda x, w: conv2d(x, w, **case.options, **options), x, w)
+        return y, *pull(g)
+
+    return run(x, w, g)
+
+
+@given(
+    case=cases(),
+    algorithm=st.sampled_from([None, *ALGORITHMS]),
+    layout=st.sampled_from(["NHWC", "NCHW", "CHWN"]),
+    dtype=st.sampled_from([jnp.float32, jnp.float32, jnp.bfloat16]),
+)
+def test_every_pass_agrees_with_loops(case, algorithm, layout, dtype):
+    x, w = normal(0, case.x_shape, dtype), normal(1, case.w_shape, dtype)
+    g = normal(2, by_loops(case, float64(x), float64(w)).shape, dtype)
+    to_layout = ["NHWC".index(axis) for axis in layout]
+    to_nhwc = [layout.index(axis) for axis in "NHWC"]
+    y, dx, dw = output_and_gradients(
+        case, x.transpose(to_layout), w, g.transpose(to_layout), algorithm=algorithm, layout=layout
+    )
+    assert y.dtype == dx.dtype == dw.dtype == dtype
+    for actual, expected in zip(
+        (y.transpose(to_nhwc), dx.transpose(to_nhwc), dw),
+        by_loops(case, *map(float64, (x, w, g))),
+        strict=True,
+    ):
+        assert_close(actual, expected, TOLERANCE[dtype])
+
+
+SPECIAL = {
+    "pointwise": Case((2, 5, 6, 4), (1, 1, 4, 3)),
+    "pointwise strided": Case((2, 5, 6, 4), (1, 1, 2, 6), strides=(2, 3), groups=2),
+    "patches": Case((2, 8, 9, 3), (4, 3, 3, 5), strides=(4, 3), padding="VALID"),
+    "patches that leave a rest": Case((2, 9, 11, 4), (4, 3, 2, 6), (4, 3), "VALID", groups=2),
+    "depthwise": Case((2, 7, 6, 4), (3, 3, 1, 4), strides=(2, 1), groups=4),
+    "depthwise, two outputs an input": Case((2, 7, 6, 4), (3, 2, 1, 8), groups=4),
+    "one input channel": Case((3, 7, 6, 1), (3, 3, 1, 5), padding=((1, 1), (1, 1))),
+    "AlexNet's stem": Case((1, 31, 31, 3), (11, 11, 3, 4), (4, 4), ((0, 3), (0, 3))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, jnp.float32) for name in SPECIAL),
+        *((name, jnp.bfloat16) for name in ("pointwise", "patches", "depthwise")),
+    ],
+)
+def test_special_forms_agree_with_loops(name, dtype):
+    case = SPECIAL[name]
+    algorithm = name.split()[0] if name.split()[0] in ("pointwise", "patches") else None
+    x, w = normal(0, case.x_shape, dtype), normal(1, case.w_shape, dtype)
+    g = normal(2, by_loops(case, float64(x), float64(w)).shape, dtype)
+    actual = output_and_gradients(case, x, w, g, algorithm=algorithm)
+    expected = by_loops(case, *map(float64, (x, w, g)))
+    for a, e in zip(actual, expected, strict=True):
+        assert_close(a, e, TOLERANCE[dtype])
+
+
+def test_reference_agrees_with_loops():
+    case = Case((2, 6, 7, 4), (3, 2, 2, 6), (2, 1), ((0, 2), (1, 0)), (1, 2), groups=2)
+    x, w = normal(0, case.x_shape), normal(1, case.w_shape)
+    expected = by_loops(case, float64(x), float64(w))
+    assert_close(reference(x, w, **case.options), expected, 1e-5)
+
+
+def test_same_padding_with_stride_two_is_not_symmetric():
+    x = jnp.arange(4.0).reshape(1, 1, 4, 1)
+    ones = jnp.ones((1, 3, 1, 1))
+    same = conv2d(x, ones, strides=(1, 2), padding="SAME")
+    torch = conv2d(x, ones, strides=(1, 2), padding=((0, 0), (1, 1)))
+    assert same.ravel().tolist() == [3, 5]
+    assert torch.ravel().tolist() == [1, 6]
+
+
+def test_alexnet_stem_of_a_224_image_padded_by_0_and_3_is_55_wide():
+    y = jax.eval_shape(
+        lambda x, w: conv2d(x, w, strides=(4, 4), padding=((0, 3), (0, 3))),
+        jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32),
+        jax.ShapeDtypeStruct((11, 11, 3, 96), jnp.float32),
+    )
+    assert y.shape == (1, 55, 55, 96)
+
+
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": lambda z: np.maximum(z, 0),
+    "gelu": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / math.sqrt(2))),
+    "gelu_tanh": lambda z: z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+}
+
+
+@pytest.mark.parametrize(
+    ("activation", "layout"),
+    [*zip(ACTIVATIONS, ["NHWC"] * 5, strict=True), ("gelu", "NCHW"), ("gelu", "CHWN")],
+)
+def test_epilogue_and_its_gradients(activation, layout):
+    case = Case((2, 5, 4, 3), (3, 3, 3, 6))
+    to_layout = ["NHWC".index(axis) for axis in layout]
+    x, w, bias = normal(0, case.x_shape), normal(1, case.w_shape), normal(2, (6,))
+    residual, g = normal(3, (2, 5, 4, 6)), normal(4, (2, 5, 4, 6))
+
+    @jax.jit
+    def run(x, w, bias, residual, g):
+        y, pull = jax.vjp(
+            lambda x, w, bias, residual: conv2d(
+                x, w, bias=bias, residual=residual, activation=activation, layout=layout
+            ),
+            *(x, w, bias, residual),
+        )
+        return y, *pull(g)
+
+    y, dx, dw, dbias, dresidual = run(
+        x.transpose(to_layout), w, bias, residual.transpose(to_layout), g.transpose(to_layout)
+    )
+    act, step = ACTIVATIONS[activation], 1e-6
+    z = by_loops(case, float64(x), float64(w)) + float64(bias) + float64(residual)
+    dz = float64(g) * (act(z + step) - act(z - step)) / (2 * step)
+    _, expected_dx, expected_dw = by_loops(case, float64(x), float64(w), dz)
+    assert_close(y, act(z).transpose(to_layout), 1e-5)
+    assert_close(dx, expected_dx.transpose(to_layout), 1e-5)
+    assert_close(dw, expected_dw, 1e-5)
+    assert_close(dbias, dz.sum((0, 1, 2)), 1e-5)
+    assert_close(dresidual, dz.transpose(to_layout), 1e-5)
+
+
+def test_out_dtype_is_independent_of_the_operands():
+    x, w = normal(0, (1, 4, 4, 2), jnp.bfloat16), normal(1, (3, 3, 2, 3), jnp.bfloat16)
+    assert conv2d(x, w, out_dtype=jnp.float32).dtype == jnp.float32
+    assert conv2d(x, w.astype(jnp.float32)).dtype == jnp.float32
+    assert conv2d(x.astype(jnp.float32), w, out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("algorithm", [None, "im2col"])
+def test_forward_mode_is_the_transpose_of_reverse_mode(algorithm):
+    x, w, dx, dw = (normal(i, s) for i, s in enumerate([(2, 6, 5, 4), (3, 3, 2, 6)] * 2))
+    g = normal(9, (2, 3, 5, 6))
+
+    @jax.jit
+    def both_modes(x, w, dx, dw, g):
+        def run(x, w):
+            return conv2d(x, w, strides=(2, 1), groups=2, algorithm=algorithm, activation="silu")
+
+        _, dy = jax.jvp(run, (x, w), (dx, dw))
+        grad_x, grad_w = jax.vjp(run, x, w)[1](g)
+        return jnp.vdot(g, dy), jnp.vdot(grad_x, dx) + jnp.vdot(grad_w, dw)
+
+    forward, reverse = both_modes(x, w, dx, dw, g)
+    assert float(forward) == pytest.approx(float(reverse), rel=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", [None, "im2col"])
+def test_second_derivatives_are_the_references(algorithm):
+    x, w = normal(0, (1, 3, 3, 2)), normal(1, (2, 2, 2, 1))
+
+    def hessian(function):
+        def loss(x, w):
+            return jnp.sum(function(x, w, activation="silu") ** 2)
+
+        return jax.jit(jax.hessian(loss, (0, 1)))(x, w)
+
+    ours = hessian(lambda *xw, **options: conv2d(*xw, algorithm=algorithm, **options))
+    for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(hessian(reference)), strict=True):
+        assert_close(a, float64(e), 1e-4)
+
+
+@pytest.mark.parametrize("algorithm", [None, "im2col"])
+def test_vmap_over_kernels_and_images(algorithm):
+    x, w = normal(0, (3, 2, 5, 4, 2)), normal(1, (3, 3, 3, 2, 4))
+
+    @jax.jit
+    def gradient(x, w):
+        return jax.grad(lambda w: jnp.sum(conv2d(x, w, algorithm=algorithm) ** 2))(w)
+
+    together = jax.jit(jax.vmap(gradient))(x, w)
+    one_by_one = jnp.stack([gradient(*pair) for pair in zip(x, w, strict=True)])
+    assert_close(together, float64(one_by_one), 1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
+def test_backward_keeps_the_operands_and_nothing_of_their_size_more(algorithm):
+    x, w = normal(0, (4, 12, 12, 8)), normal(1, (3, 3, 8, 8))
+    _, pull = jax.vjp(lambda x, w: conv2d(x, w, algorithm=algorithm), x, w)
+    kept = sum(leaf.size for leaf in jax.tree.leaves(pull))
+    assert x.size + w.size <= kept <= x.size + w.size + 64
+
+
+def test_backward_through_a_scan_keeps_one_activation_a_layer():
+    layers, x = 16, jnp.ones((8, 28, 28, 16))
+
+    def loss(kernels, x):
+        def layer(x, w):
+            return conv2d(x, w, algorithm="shifted"), None
+
+        return jnp.sum(jax.lax.scan(layer, x, kernels)[0] ** 2)
+
+    compiled = jax.jit(jax.grad(loss)).lower(jnp.ones((layers, 3, 3, 16, 16)), x).compile()
+    activations = compiled.memory_analysis().temp_size_in_bytes / x.nbytes
+    # One for each layer and the nine shifts of one, not the nine shifts of each.
+    assert layers <= activations < 3 * layers
+
+
+@pytest.mark.parametrize(("operands", "convolutions"), [((0, 1), 3), ((1,), 2), ((0,), 2)])
+def test_only_the_gradients_asked_for_are_computed(operands, convolutions):
+    x, w = normal(0, (2, 6, 6, 3)), normal(1, (3, 3, 3, 4))
+
+    def loss(x, w):
+        return jnp.sum(conv2d(x, w, algorithm="direct"))
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, operands))(x, w))
+    assert jaxpr.count("conv_general_dilated[") == convolutions
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "axis_type"),
+    [(None, AxisType.Auto), (None, AxisType.Explicit), ("im2col", AxisType.Auto)],
+)
+def test_a_batch_split_over_devices_stays_split(algorithm, axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    x, w = normal(0, (32, 40, 40, 8)), normal(1, (3, 3, 8, 8))
+
+    def loss_gradients(x, w):
+        return jax.grad(lambda x, w: jnp.sum(conv2d(x, w, algorithm=algorithm) ** 2), (0, 1))(x, w)
+
+    compiled = (
+        jax.jit(loss_gradients).lower(jax.device_put(x, split), jax.device_put(w, whole)).compile()
+    )
+    text = compiled.as_text()
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+    outside_loops = text[text.index("\nENTRY ") :]
+    assert text.count(" all-reduce(") == outside_loops.count(" all-reduce(") == 1
+    grad_x, grad_w = compiled(jax.device_put(x, split), jax.device_put(w, whole))
+    assert grad_x.sharding.is_equivalent_to(split, 4)
+    for a, e in zip((grad_x, grad_w), jax.jit(loss_gradients)(x, w), strict=True):
+        assert_close(a, float64(e), 1e-5)
+
+
+def test_a_batch_split_by_shard_map_agrees():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = normal(0, (32, 40, 40, 8)), normal(1, (3, 3, 8, 8))
+
+    def gradient(x, w):
+        return jax.grad(lambda w: jnp.sum(conv2d(x, w, algorithm="im2col") ** 2))(w)
+
+    split = jax.shard_map(gradient, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    assert_close(jax.jit(split)(x, w), float64(jax.jit(gradient)(x, w)), 1e-5)
+
+
+# The tests' type checker would object first to what it can see.
+unchecked = inspect.unwrap(conv2d)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("groups=3 must divide c_in=4", {"groups": 3}),
+        ("groups=0 must divide c_in=4", {"groups": 0}),
+        ("groups=4 must divide c_out=6", {"groups": 4}),
+        (r"w of shape \(3, 3, 4, 6\) must have c_in / groups = 2 input", {"groups": 2}),
+        (
+            r"strides=\(0, 1\) must be \(down, across\), whole and each at least 1",
+            {"strides": (0, 1)},
+        ),
+        (r"dilation=\(1, 0\) must be", {"dilation": (1, 0)}),
+        (r"strides=\(2.0, 2\) must be .* whole", {"strides": (2.0, 2)}),
+        (r"padding=\(1.0, 1\) must be whole pixels", {"padding": ((1.0, 1), (1, 1))}),
+        (r"padding=\(-1, 0\) must not be negative", {"padding": ((-1, 0), (0, 0))}),
+        ("a window that spans 9 pixels does not fit 5 pixels padded by", {"dilation": (4, 4)}),
+        ("layout='NWHC' must be one of", {"layout": "NWHC"}),
+        ("activation='tanh' must be None or one of 'relu'", {"activation": "tanh"}),
+        (r"bias of shape \(5,\) must be \(6,\)", {"bias": jnp.ones(5)}),
+        (r"residual of shape \(1, 5, 5, 6\) must have", {"residual": jnp.ones((1, 5, 5, 6))}),
+        ("algorithm='winograd' must be one of None, 'direct'", {"algorithm": "winograd"}),
+        (r"algorithm='pointwise' cannot do this: the kernel \(3, 3\)", {"algorithm": "pointwise"}),
+        (r"'patches' cannot do this: the kernel \(3, 3\) must be as", {"algorithm": "patches"}),
+        ("backend='cuda' must be one of 'auto', 'xla'", {"backend": "cuda"}),
+        (r"blocks=\(16, 16\) must be None with backend='xla'", {"blocks": (16, 16)}),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(message, options):
+    options = {"padding": "VALID"} | options
+    with pytest.raises(ValueError, match=message):
+        unchecked(jnp.ones((1, 5, 5, 4)), jnp.ones((3, 3, 4, 6)), **options)
+
+
+def test_operands_must_have_four_axes():
+    with pytest.raises(ValueError, match="must have four axes"):
+        unchecked(jnp.ones((5, 5, 4)), jnp.ones((3, 3, 4, 6)))
+
+
+@pytest.mark.parametrize("size", [{"w": (1, 1)}, {"w": (2, 2)}])
+def test_algorithms_that_need_no_padding_refuse_it(size):
+    algorithm = "pointwise" if size["w"] == (1, 1) else "patches"
+    with pytest.raises(ValueError, match="there must be no padding"):
+        conv2d(
+            jnp.ones((1, 4, 4, 2)),
+            jnp.ones((*size["w"], 2, 2)),
+            strides=size["w"],
+            padding=((1, 1), (0, 0)),
+            algorithm=algorithm,
+        )
+
+
+@pytest.mark.parametrize("backend", ["triton", "interpret"])
+def test_backends_to_come_are_not_replaced_in_silence(backend):
+    with pytest.raises(NotImplementedError, match=f"conv2d has no backend '{backend}'; it has"):
+        conv2d(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), backend=backend)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="x of dtype uint8 must be floating"):
+        unchecked(jnp.ones((1, 5, 5, 4), jnp.uint8), jnp.ones((3, 3, 4, 6)))
