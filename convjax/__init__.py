@@ -1,4 +1,4 @@
-"""Vision networks from AlexNet to the Vision Transformer, for research in JAX.
+"""Vision networks as pure Flax modules, for research in JAX.
 
     import convjax
     model = convjax.create_model("resnet50")

@@ -1,28 +1,13 @@
 """Convolution as a module: a kernel, a bias, and one call of `pallas_kernels.conv2d`."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
-from pallas_kernels import Activation, Backend, conv2d
-
-ConvPadding = Literal["SAME", "VALID"] | int | tuple[tuple[int, int], tuple[int, int]]
-"""Pixels added around the image: the same number on every side, or ((top, bottom), (left, right)).
-
-`"SAME"` is XLA's: with stride 2 it may pad right and bottom only, where torch pads both sides. The
-models of this library therefore write numbers.
-"""
-
-
-def explicit_padding(
-    padding: ConvPadding,
-) -> Literal["SAME", "VALID"] | tuple[tuple[int, int], tuple[int, int]]:
-    """The same padding in the form that `pallas_kernels` takes."""
-    return ((padding, padding), (padding, padding)) if isinstance(padding, int) else padding
+from convjax.layers.padding import Padding, explicit
+from pallas_kernels import Activation, Algorithm, Backend, conv2d
 
 
 class Conv(nn.Module):
@@ -35,7 +20,7 @@ class Conv(nn.Module):
     features: int
     kernel_size: tuple[int, int]
     strides: tuple[int, int] = (1, 1)
-    padding: ConvPadding = 0
+    padding: Padding = 0
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
     use_bias: bool = True
@@ -45,7 +30,7 @@ class Conv(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.he_normal()
     bias_init: nn.initializers.Initializer = nn.initializers.zeros
     backend: Backend = "auto"
-    algorithm: str | None = None
+    algorithm: Algorithm | None = None
 
     @nn.compact
     def __call__(
@@ -56,9 +41,9 @@ class Conv(nn.Module):
         """[b, h, w, c] → [b, h_out, w_out, features]; `residual` is added before the activation.
 
         Raises:
-            ValueError: `groups` does not divide the channels, or the shape leaves no output.
+          ValueError: `groups` does not divide the channels, or the shape leaves no output.
         """
-        if x.shape[-1] % self.groups:
+        if self.groups < 1 or x.shape[-1] % self.groups:
             raise ValueError(f"groups={self.groups} must divide c_in={x.shape[-1]}")
         kernel_shape = (*self.kernel_size, x.shape[-1] // self.groups, self.features)
         kernel = self.param("kernel", self.kernel_init, kernel_shape, jnp.float32)
@@ -71,7 +56,7 @@ class Conv(nn.Module):
                 x.astype(self.dtype),
                 kernel.astype(self.dtype),
                 strides=self.strides,
-                padding=explicit_padding(self.padding),
+                padding=explicit(self.padding),
                 dilation=self.dilation,
                 groups=self.groups,
                 bias=bias,

@@ -1,14 +1,14 @@
 """Batch normalisation (Ioffe & Szegedy, 2015, arXiv:1502.03167).
 
-    y = scale · (x − mean) / √(var + ε) + bias      mean, var over every axis but the last
+    y = scale · (x - mean) / √(var + ε) + bias      mean, var over every axis but the last
 
 While training, mean and (biased) variance are those of the batch. The running averages that
 evaluation uses differ between peers, in two ways that are easy to mistake for each other:
 
 | convention | running ← | variance kept |
 |---|---|---|
-| `"flax"` | momentum · running + (1 − momentum) · batch | biased, Σ(x − mean)² / n |
-| `"torch"` | (1 − momentum) · running + momentum · batch | unbiased, Σ(x − mean)² / (n − 1) |
+| `"flax"` | momentum · running + (1 - momentum) · batch | biased, Σ(x - mean)² / n |
+| `"torch"` | (1 - momentum) · running + momentum · batch | unbiased, Σ(x - mean)² / (n - 1) |
 
 On a batch [0, 2] from a running variance of 1, an old weight of 0.9 gives 1.0 and 1.1.
 """
@@ -33,10 +33,10 @@ class BatchNorm(nn.Module):
     those of the whole batch, for the mean of a sharded array is global. Under `shard_map` or
     `pmap`, name the mesh axes that split the batch in `axis_name`.
 
-    Fields:
-        convention: what `momentum` weighs and which variance is kept; see the module's table.
-        momentum: None means an old weight of 0.9 in either convention.
-        axis_name: mesh axis or axes to average statistics over; None where there are none.
+    Attributes:
+      convention: what `momentum` weighs and which variance is kept; see the module's table.
+      momentum: None means an old weight of 0.9 in either convention.
+      axis_name: mesh axis or axes to average statistics over; None where there are none.
     """
 
     convention: BatchNormConvention = "flax"
@@ -52,8 +52,8 @@ class BatchNorm(nn.Module):
         """[..., c] → [..., c]; with `train`, the collection "batch_stats" must be mutable.
 
         Raises:
-            ValueError: an unknown convention, a momentum outside [0, 1], or one value a channel
-                to train on where the convention keeps the unbiased variance.
+          ValueError: an unknown convention, a momentum outside [0, 1], or one value a channel to
+            train on where the convention keeps the unbiased variance.
         """
         self._check()
         features = (x.shape[-1],)

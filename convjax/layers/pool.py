@@ -1,7 +1,7 @@
 """Pooling of NHWC images, with every rule on which peers differ as a named argument.
 
 An image of height h, padded by p on each side, under windows of height k and stride s gives
-⌊(h + 2p − k) / s⌋ + 1 rows, or ⌈…⌉ with `ceil_mode`: then the last window may hang over the edge,
+⌊(h + 2p - k) / s⌋ + 1 rows, or ⌈…⌉ with `ceil_mode`: then the last window may hang over the edge,
 as in AlexNet's, GoogLeNet's and Caffe's networks (112 → 56 under 3/2). A window that would start
 beyond the image and its left padding is dropped, as in Caffe and torch.
 """
@@ -12,9 +12,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from pallas_kernels import Backend
-
-Padding = int | tuple[tuple[int, int], tuple[int, int]]
+from convjax.layers.padding import Padding, explicit
+from pallas_kernels import Backend, windows
 
 
 def max_pool(
@@ -29,7 +28,7 @@ def max_pool(
     """The largest value of each window, [b, h, w, c] → [b, h_out, w_out, c].
 
     Raises:
-        ValueError: a window larger than the padded image, or one that holds padding only.
+      ValueError: a window larger than the padded image, or one that holds padding only.
     """
     sides = _window_padding(x.shape, window, strides, padding, ceil_mode)
     return pallas_kernels.max_pool(
@@ -48,24 +47,29 @@ def avg_pool(
 ) -> Float[Array, "b h_out w_out c"]:
     """The mean of each window, [b, h, w, c] → [b, h_out, w_out, c], summed in float32.
 
-    Args:
-        count_padding: whether padded pixels count in the divisor: [1, 2] padded by one on the right
-            gives [1.5, 1] if so, else [1.5, 2]. The overhang of `ceil_mode` never counts (torch).
+    `count_padding` says whether padded pixels count in the divisor: [1, 2] padded by one on the
+    right gives [1.5, 1] if so, else [1.5, 2]. The overhang of `ceil_mode` never counts (torch).
 
     Raises:
-        ValueError: a window larger than the padded image.
+      ValueError: as for `max_pool`.
     """
-    asked = _sides(padding)
     sides = _window_padding(x.shape, window, strides, padding, ceil_mode)
     total = _window_sum(x.astype(jnp.float32), window, strides, sides)
-    # The divisor is the same sum over an image of ones, padded by ones where padding counts.
+    # The divisor is the same sum over ones. What is padded counts as one too, if it is to count;
+    # the overhang of ceil_mode never is.
     ones = np.ones(x.shape[1:3], np.float32)
     if count_padding:
-        ones = np.pad(ones, asked, constant_values=1)
-        sides = tuple(
-            (low - asked_low, high - asked_high)
-            for (low, high), (asked_low, asked_high) in zip(sides, asked, strict=True)
+        asked = _window_padding(x.shape, window, strides, padding, ceil_mode=False)
+        counted = [
+            (low, min(high, asked_high))
+            for (low, high), (_, asked_high) in zip(sides, asked, strict=True)
+        ]
+        ones = np.pad(ones, counted, constant_values=1)
+        (_, bottom), (_, right) = (
+            (0, high - counted_high)
+            for (_, high), (_, counted_high) in zip(sides, counted, strict=True)
         )
+        sides = ((0, bottom), (0, right))
     count = _window_sum(jnp.asarray(ones)[None, :, :, None], window, strides, sides)
     return (total / count).astype(x.dtype)
 
@@ -81,10 +85,6 @@ def _window_sum(x: Array, window: tuple, strides: tuple, padding: tuple) -> Arra
     )
 
 
-def _sides(padding: Padding) -> tuple[tuple[int, int], tuple[int, int]]:
-    return ((padding, padding), (padding, padding)) if isinstance(padding, int) else padding
-
-
 def _window_padding(
     shape: tuple[int, ...],
     window: tuple[int, int],
@@ -92,24 +92,21 @@ def _window_padding(
     padding: Padding,
     ceil_mode: bool,
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The padding under which whole windows cover what the rounding rule asks for."""
-    (top, left) = (
-        _axis_padding(size, k, s, sides, ceil_mode)
-        for size, k, s, sides in zip(shape[1:3], window, strides, _sides(padding), strict=True)
+    """((top, bottom), (left, right)) under which whole windows give the size that is asked for."""
+    rows, columns = windows.resolve(
+        (shape[1], shape[2]), window, strides=strides, padding=explicit(padding)
     )
-    return top, left
+    return _axis_padding(rows, ceil_mode), _axis_padding(columns, ceil_mode)
 
 
-def _axis_padding(
-    size: int, k: int, s: int, sides: tuple[int, int], ceil_mode: bool
-) -> tuple[int, int]:
-    low, high = sides
-    span = size + low + high - k
-    if span < 0:
-        raise ValueError(f"window={k} must not exceed the padded image's {size + low + high}")
+def _axis_padding(axis: windows.Windows, ceil_mode: bool) -> tuple[int, int]:
+    before, after = axis.before, axis.after
+    if max(before, after) >= axis.taps:
+        raise ValueError(f"padding={(before, after)} must be smaller than the window's {axis.taps}")
     if not ceil_mode:
-        return low, high
-    windows = -(-span // s) + 1
-    if (windows - 1) * s >= size + low:
-        windows -= 1
-    return low, max(high, (windows - 1) * s + k - size - low)
+        return before, after
+    padded = before + axis.extent + after
+    count = -(-(padded - axis.taps) // axis.stride) + 1
+    if (count - 1) * axis.stride >= before + axis.extent:
+        count -= 1
+    return before, max((count - 1) * axis.stride + axis.taps - before - axis.extent, 0)

@@ -1,8 +1,8 @@
 """Models by name: each paper's file has a table `VARIANTS`, and this one holds them together."""
 
-import dataclasses
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
 
-from convjax.models import resnet
+from convjax.models import preact_resnet, resnet
 from pallas_kernels import Backend
 
-_MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType({**resnet.VARIANTS})
+_MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {**resnet.VARIANTS, **preact_resnet.VARIANTS}
+)
 _FLAX_FIELDS = {"parent", "name"}
 
 
@@ -29,14 +31,15 @@ def create_model(
     """The model called `name`, as a Linen module from images [b, h, w, c] to logits [b, classes].
 
     Args:
-        num_classes: width of the last layer; None is the paper's (1000; 10 for CIFAR's networks),
-            0 leaves the layer out and gives the features before it.
-        dtype: compute type; parameters and statistics stay float32.
-        backend: of every operation, see `pallas_kernels`.
-        **fields: further fields of the model's class, over those of the variant.
+      name: one of `list_models()`.
+      num_classes: width of the last layer; None is the paper's (1000; 10 for CIFAR's networks),
+        0 leaves the layer out and gives the features before it.
+      dtype: compute type; parameters and statistics stay float32.
+      backend: of every operation, see `pallas_kernels`.
+      **fields: further fields of the model's class, over those of the variant.
 
     Raises:
-        ValueError: an unknown model or field; the message names the nearest ones.
+      ValueError: an unknown model or field; the message names the nearest ones.
     """
     if name not in _MODELS:
         nearest = difflib.get_close_matches(name, _MODELS, n=4, cutoff=0.4)
@@ -57,8 +60,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def _check_fields(name: str, variant: Callable[..., nn.Module], fields: Mapping[str, Any]) -> None:
-    model_class = getattr(variant, "func", variant)
-    known = {field.name for field in dataclasses.fields(model_class)} - _FLAX_FIELDS
+    known = set(inspect.signature(variant).parameters) - _FLAX_FIELDS
     for field in fields:
         if field not in known:
             nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.0)

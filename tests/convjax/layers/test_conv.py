@@ -21,14 +21,14 @@ def test_conv_holds_hwio_float32_and_computes_in_its_dtype():
 
 
 def test_integer_padding_is_symmetric_not_xlas_same():
-    # FACTS: x = [0, 1, 2, 3], ones(3), stride 2: "SAME" pads right only.
-    x = jnp.arange(4.0).reshape(1, 1, 4, 1)
-    kernel = {"params": {"kernel": jnp.ones((1, 3, 1, 1))}}
-    fields = {"features": 1, "kernel_size": (1, 3), "strides": (1, 2), "use_bias": False}
-    symmetric = Conv(padding=((0, 0), (1, 1)), **fields).apply(kernel, x)
+    x = jnp.arange(4.0).reshape(1, 1, 4, 1) * jnp.ones((1, 4, 1, 1))
+    middle_row = jnp.zeros((3, 3, 1, 1)).at[1].set(1.0)
+    fields = {"features": 1, "kernel_size": (3, 3), "strides": (2, 2), "use_bias": False}
+    kernel = {"params": {"kernel": middle_row}}
+    symmetric = Conv(padding=1, **fields).apply(kernel, x)
     same = Conv(padding="SAME", **fields).apply(kernel, x)
     np.testing.assert_array_equal(symmetric[0, 0, :, 0], [1, 6])
-    np.testing.assert_array_equal(same[0, 0, :, 0], [3, 5])
+    np.testing.assert_array_equal(same[0, 0, :, 0], [3, 5])  # XLA pads right and bottom only
 
 
 def test_residual_and_bias_come_before_the_activation():
@@ -56,6 +56,7 @@ def test_init_traces_no_product(layer):
     assert "dot_general" not in jaxpr
 
 
-def test_groups_that_do_not_divide_the_channels():
-    with pytest.raises(ValueError, match="groups=3 must divide c_in=64"):
-        Conv(6, (1, 1), groups=3).init(jax.random.key(0), jnp.ones((1, 4, 4, 64)))
+@pytest.mark.parametrize("groups", [3, 0])
+def test_groups_that_do_not_divide_the_channels(groups):
+    with pytest.raises(ValueError, match=f"groups={groups} must divide c_in=64"):
+        Conv(6, (1, 1), groups=groups).init(jax.random.key(0), jnp.ones((1, 4, 4, 64)))

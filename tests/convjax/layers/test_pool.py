@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from convjax.layers import avg_pool, global_avg_pool, max_pool
@@ -29,9 +29,7 @@ def test_a_ceil_window_that_would_start_in_the_padding_is_dropped():
 @pytest.mark.parametrize(("count_padding", "expected"), [(True, [1.5, 1.0]), (False, [1.5, 2.0])])
 def test_average_pooling_counts_padding_or_not(count_padding, expected):
     x = jnp.array([1.0, 2.0]).reshape(1, 1, 2, 1)
-    y = avg_pool(
-        x, (1, 2), (1, 1), padding=((0, 0), (0, 1)), count_padding=count_padding
-    )
+    y = avg_pool(x, (1, 2), (1, 1), padding=((0, 0), (0, 1)), count_padding=count_padding)
     np.testing.assert_allclose(y[0, 0, :, 0], expected)
 
 
@@ -54,14 +52,15 @@ def loop_avg_pool(x, k, s, p, ceil_mode, count_padding):
 
 @given(
     size=st.integers(3, 12),
-    k=st.integers(2, 3),
-    s=st.integers(1, 3),
-    p=st.integers(0, 1),
+    k=st.integers(1, 4),
+    s=st.integers(1, 4),
+    p=st.integers(0, 2),
     ceil_mode=st.booleans(),
     count_padding=st.booleans(),
 )
 def test_average_pooling_equals_a_loop(size, k, s, p, ceil_mode, count_padding):
     x = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    assume(p < k <= size + 2 * p)
     want = loop_avg_pool(x, k, s, p, ceil_mode, count_padding)
     padding = ((p, p), (0, 0))
     got = avg_pool(
@@ -88,5 +87,15 @@ def test_a_gradient_is_spread_evenly_by_averages():
 
 
 def test_a_window_larger_than_the_image_is_an_error():
-    with pytest.raises(ValueError, match="window=7 must not exceed the padded image's 5"):
+    with pytest.raises(ValueError, match="a window that spans 7 pixels does not fit 5 pixels"):
         max_pool(jnp.ones((1, 5, 5, 1)), (7, 7), (1, 1))
+
+
+def test_a_window_of_padding_only_is_an_error():
+    with pytest.raises(ValueError, match=r"padding=\(1, 1\) must be smaller than the window's 1"):
+        avg_pool(jnp.ones((1, 5, 5, 1)), (1, 1), (1, 1), padding=1)
+
+
+def test_strides_of_nought_are_an_error():
+    with pytest.raises(ValueError, match=r"strides=\(0, 0\) must be"):
+        max_pool(jnp.ones((1, 5, 5, 1)), (2, 2), (0, 0), ceil_mode=True)

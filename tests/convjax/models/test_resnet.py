@@ -1,15 +1,18 @@
 """ResNets: the papers' counts, what their blocks are, and stages under a scan."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from convjax import create_model
 from convjax.layers import BatchNorm, Conv
-from convjax.models.resnet import BasicBlock, Bottleneck, PreActBottleneck, Shortcut
+from convjax.models.preact_resnet import PreActBottleneck
+from convjax.models.resnet import BasicBlock, Bottleneck, Shortcut
 
 PARAMETERS = {
     "resnet18": 11_689_512,
@@ -18,7 +21,10 @@ PARAMETERS = {
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
     "resnet18_v1": 11_689_512,
+    "resnet34_v1": 21_797_672,
     "resnet50_v1": 25_557_032,
+    "resnet101_v1": 44_549_160,
+    "resnet152_v1": 60_192_808,
     "resnet20_cifar": 269_722,
     "resnet32_cifar": 464_154,
     "resnet44_cifar": 658_586,
@@ -26,6 +32,9 @@ PARAMETERS = {
     "resnet110_cifar": 1_727_962,
     "resnet1202_cifar": 19_421_274,
     "plain20_cifar": 269_722,
+    "plain32_cifar": 464_154,
+    "plain44_cifar": 658_586,
+    "plain56_cifar": 853_018,
     "plain110_cifar": 1_727_962,
     "preact_resnet164_cifar": 1_703_258,
     "preact_resnet1001_cifar": 10_327_706,
@@ -84,10 +93,13 @@ def test_which_convolution_halves_the_image(name, size):
 BLOCKS = {"basic": BasicBlock, "bottleneck": Bottleneck, "preact": PreActBottleneck}
 
 
-def small(block, **fields):
+def small(kind, **fields):
     """Two stages of three and two blocks, narrow."""
-    sizes = {"stage_sizes": (3, 2), "widths": (4, 8), "stem": "cifar", "num_classes": 5}
-    return create_model("resnet18", block=block, **(sizes | fields))
+    if kind == "preact":
+        name = "preact_resnet164_cifar"
+    else:
+        name, fields = "resnet20_cifar", {"block": kind, "shortcut": "projection"} | fields
+    return create_model(name, num_classes=5, stage_sizes=(3, 2), widths=(4, 8), **fields)
 
 
 def random_variables(model, images):
@@ -112,9 +124,7 @@ def forward(model, variables, images):
 
     @jax.jit
     def apply(variables, images):
-        return model.apply(
-            variables, images, capture_intermediates=True, mutable=["intermediates"]
-        )
+        return model.apply(variables, images, capture_intermediates=True, mutable=["intermediates"])
 
     logits, taps = apply(variables, images)
     return logits, taps["intermediates"]
@@ -135,7 +145,9 @@ def test_a_scanned_stage_is_its_blocks_one_after_another(kind, images):
     )
     x = taps["conv2_1"]["__call__"][0]
     for i, stacked in enumerate(taps["conv2_x"]["__call__"][0]):
-        own = {c: jax.tree.map(lambda leaf, i=i: leaf[i], v["conv2_x"]) for c, v in variables.items()}
+        own = {
+            c: jax.tree.map(lambda leaf, i=i: leaf[i], v["conv2_x"]) for c, v in variables.items()
+        }
         x = block.apply(own, x, train=False)
         np.testing.assert_allclose(x, stacked, rtol=1e-5, atol=1e-5)
 
@@ -235,6 +247,51 @@ def test_a_thousand_layers_are_no_larger_a_program_than_a_hundred():
     assert equations("resnet1202_cifar") <= 1.05 * equations("resnet110_cifar")
 
 
-def test_stages_and_widths_must_be_equally_long():
-    with pytest.raises(ValueError, match=r"stage_sizes=\(2, 2\) and widths=\(4,\)"):
-        shapes(create_model("resnet18", stage_sizes=(2, 2), widths=(4,)))
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("message", "name", "fields"),
+    [
+        (
+            r"stage_sizes=\(2, 2\) and widths=\(4,\) must be equally long",
+            "resnet18",
+            {"stage_sizes": (2, 2), "widths": (4,)},
+        ),
+        (
+            r"stage_sizes=\(0,\) .* each at least 1",
+            "resnet18",
+            {"stage_sizes": (0,), "widths": (4,)},
+        ),
+        (
+            "block='bottelneck' must be one of 'basic', 'bottleneck'",
+            "resnet18",
+            {"block": "bottelneck"},
+        ),
+        ("shortcut='projction' must be one of", "resnet18", {"shortcut": "projction"}),
+        (
+            "shortcut='projction' must be one of",
+            "preact_resnet164_cifar",
+            {"shortcut": "projction"},
+        ),
+        ("stem='cifr' must be one of 'imagenet', 'cifar'", "resnet18", {"stem": "cifr"}),
+        ("strided_layer='1X1' must be one of", "resnet50", {"strided_layer": "1X1"}),
+        (r"strides=\(0, 0\) must be", "resnet8_cifar", {"stem_strides": 0}),
+    ],
+)
+def test_fields_that_make_no_network(message, name, fields):
+    with pytest.raises(ValueError, match=message):
+        shapes(create_model(name, **fields))
+
+
+def test_another_norm_can_be_put_in_place(images):
+    class GroupNorm(nn.Module):
+        dtype: Any
+        scale_init: Any = nn.initializers.ones
+
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.GroupNorm(2, dtype=self.dtype, scale_init=self.scale_init)(x)
+
+    model = small("basic", norm=GroupNorm)
+    variables = random_variables(model, images)
+    assert "batch_stats" not in variables
+    assert forward(model, variables, images)[0].shape == (4, 5)
