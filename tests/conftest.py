@@ -8,6 +8,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 
 import hypothesis
 import jax
+import jaxtyping
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -15,3 +17,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture
+def unchecked():
+    """Leave wrong types to the library's own errors: users run without the tests' type checker."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -82,12 +82,16 @@ def load_source(name: str, split: str, *, data_dir: str | Path | None = None) ->
 
     Raises:
       FileNotFoundError: the set is not on this machine; says how to get it and where it was sought.
-      ValueError: an unknown name or split, or a damaged set.
+      ValueError: an unknown name or split, a damaged set, or a `data_dir` that would be ignored.
     """
     folder = None if data_dir is None else Path(data_dir).expanduser()
-    if name in _BUILT_IN:
-        return _BUILT_IN[name](split, folder)
     kind, _, rest = name.partition(":")
+    if folder and (name in _SHIPPED or kind == "folder"):
+        raise ValueError(f"data_dir={str(folder)!r} has no meaning for {name}: leave it out")
+    if name in _SHIPPED:
+        return _SHIPPED[name](split)
+    if name == "fashion_mnist":
+        return _fashion_mnist(split, folder)
     if kind == "folder" and rest:
         return FolderSource(Path(rest).expanduser(), split)
     from convjax.data import tfds  # a second of imports that other sets need not wait for
@@ -97,11 +101,12 @@ def load_source(name: str, split: str, *, data_dir: str | Path | None = None) ->
     known = tfds.known_names()
     if name in known:
         return tfds.TfdsSource(name, split, folder)
-    near = difflib.get_close_matches(name, [*_BUILT_IN, *known], n=3)
+    built_in = ("fashion_mnist", *_SHIPPED)
+    near = difflib.get_close_matches(name, [*built_in, *known], n=3)
     raise ValueError(
         f"unknown source {name!r}; "
         + (f"did you mean {', '.join(near)}? " if near else "")
-        + f"There are {', '.join(_BUILT_IN)}, folder:PATH and tfds:NAME"
+        + f"There are {', '.join(built_in)}, folder:PATH and tfds:NAME"
     )
 
 
@@ -246,8 +251,7 @@ def _read_fashion_mnist(folder: Path, split: str, name: str) -> ArraySource:
         raise ValueError(f"{folder}: the {part} files are damaged: {error}") from error
 
 
-def _fashion_mnist_small(split: str, data_dir: Path | None) -> ArraySource:
-    del data_dir  # it is shipped with the package
+def _fashion_mnist_small(split: str) -> ArraySource:
     return _read_fashion_mnist(
         Path(__file__).parent / "fashion_mnist_small", split, "fashion_mnist_small"
     )
@@ -263,13 +267,12 @@ def _fashion_mnist(split: str, data_dir: Path | None) -> ArraySource:
         ) from error
 
 
-def _digits(split: str, data_dir: Path | None) -> ArraySource:
+def _digits(split: str) -> ArraySource:
     """Scikit-learn's 1,797 digits of 8×8: 1,437 to train and 360 to test.
 
     The test split is 36 of each class, evenly spaced in the file, whose writers come one after the
     other; the 17 grey levels are spread over 0-255.
     """
-    del data_dir  # scikit-learn ships it
     check_split(split, ("train", "test"), "digits")
     from sklearn.datasets import load_digits  # seconds of imports that other sets need not wait for
 
@@ -284,8 +287,7 @@ def _digits(split: str, data_dir: Path | None) -> ArraySource:
     return ArraySource(images[chosen], labels[chosen], tuple("0123456789"))
 
 
-_BUILT_IN: dict[str, Callable[[str, Path | None], ArraySource]] = {
+_SHIPPED: dict[str, Callable[[str], ArraySource]] = {
     "fashion_mnist_small": _fashion_mnist_small,
-    "fashion_mnist": _fashion_mnist,
     "digits": _digits,
 }

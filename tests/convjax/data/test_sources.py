@@ -285,3 +285,9 @@ def test_import_is_light():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["digits", "fashion_mnist_small", "folder:/pictures"])
+def test_a_data_dir_that_would_be_ignored_is_an_error(name, tmp_path):
+    with pytest.raises(ValueError, match=f"data_dir=.* has no meaning for {name}"):
+        load_source(name, "train", data_dir=tmp_path)

@@ -1,0 +1,162 @@
+"""The parts of a run that its config names, checked against each other before any work is done."""
+
+import functools
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Key
+
+from convjax.data import Dataset, Source, load_source, make_dataset
+from convjax.models import create_model
+from convjax.training.config import DataConfig, ModelConfig, RunConfig
+from convjax.training.errors import ConfigError, RunError, one_line
+from convjax.training.optimiser import make_optimiser, make_schedule
+from convjax.training.state import TrainState, abstract_state, count_parameters, create_state
+from convjax.training.step import make_eval_step, make_train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+      config: names the rest.
+      train_data: batches to learn from.
+      test_data: batches to measure on.
+      model: the network.
+      schedule: the learning rate at a step.
+      optimiser: how gradients become updates.
+      total_steps: length of the run.
+      eval_every_steps: steps between measurements.
+    """
+
+    config: RunConfig
+    train_data: Dataset
+    test_data: Dataset
+    model: nn.Module
+    schedule: optax.Schedule
+    optimiser: optax.GradientTransformation
+    total_steps: int
+    eval_every_steps: int
+
+    def abstract_state(self) -> TrainState:
+        """Return the shapes and dtypes of the state."""
+        return abstract_state(self.model, self.optimiser, self.train_data.image_shape)
+
+    def initial_state(self) -> TrainState:
+        """Return the state before the first step."""
+        key, _ = self._keys()
+        return create_state(self.model, self.optimiser, key, self.train_data.image_shape)
+
+    def train_step(self) -> jax.stages.Wrapped:
+        """Return the jitted update."""
+        data, config = self.config.data, self.config
+        return make_train_step(
+            self.model,
+            self.optimiser,
+            key=self._keys()[1],
+            mean=data.mean,
+            std=data.std,
+            label_smoothing=config.label_smoothing,
+            backend=config.model.backend,
+        )
+
+    def summary(self, state: TrainState) -> str:
+        """Return which network learns what, in a few words."""
+        network = f"{self.config.model.name} ({count_parameters(state):,} parameters)"
+        return f"{network} on {self.config.data.name} ({len(self.train_data.source):,} images)"
+
+    def eval_step(self) -> jax.stages.Wrapped:
+        """Return the jitted measurement."""
+        data = self.config.data
+        return make_eval_step(
+            self.model, mean=data.mean, std=data.std, backend=self.config.model.backend
+        )
+
+    def _keys(self) -> tuple[Key[Array, ""], Key[Array, ""]]:
+        """Return the keys of the initial parameters and of dropout."""
+        init_key, dropout_key = jax.random.split(jax.random.key(self.config.seed))
+        return init_key, dropout_key
+
+
+def assemble(config: RunConfig) -> Parts:
+    """Open the data and make the network and its optimiser; nothing is computed yet.
+
+    Raises:
+      ConfigError: a name is unknown, or two parts do not fit together.
+      RunError: the data is not on this machine, or there are several processes.
+    """
+    if jax.process_count() > 1:  # each would train on all of the data, alone
+        raise RunError(f"{jax.process_count()} processes: training takes one, for now")
+    train_source = _open(config.data, config.data.train_split)
+    test_source = _open(config.data, config.data.test_split)
+    train_data = _batched(config, train_source, train=True)
+    test_data = _batched(config, test_source, train=False)
+    channels = train_data.image_shape[2]
+    if len(config.data.mean) != channels:
+        raise ConfigError(
+            f"data.mean={config.data.mean} must have one value for each of {channels} channels"
+        )
+    if train_data.image_shape != test_data.image_shape:
+        raise ConfigError(
+            f"training images of {train_data.image_shape} and test images of "
+            f"{test_data.image_shape} must be of one shape; set data.augmentation.crop"
+        )
+    total_steps = config.total_steps(train_data.steps_per_epoch)
+    schedule = make_schedule(config.schedule, config.optimiser.learning_rate, total_steps)
+    return Parts(
+        config=config,
+        train_data=train_data,
+        test_data=test_data,
+        model=_network(config.model, train_source.num_classes, train_data.image_shape),
+        schedule=schedule,
+        optimiser=make_optimiser(config.optimiser, schedule),
+        total_steps=total_steps,
+        eval_every_steps=max(1, round(config.eval_every_epochs * train_data.steps_per_epoch)),
+    )
+
+
+def _open(config: DataConfig, split: str) -> Source:
+    try:
+        return load_source(config.name, split, data_dir=config.data_dir)
+    except FileNotFoundError as error:
+        raise RunError(one_line(error, width=1000)) from error
+    except ValueError as error:
+        raise ConfigError(f"data.name={config.name!r}: {one_line(error)}") from error
+
+
+def _batched(config: RunConfig, source: Source, *, train: bool) -> Dataset:
+    try:
+        return make_dataset(
+            source,
+            batch_size=config.data.batch_size if train else config.data.test_batch_size,
+            seed=config.seed,
+            augmentation=config.data.augmentation,
+            train=train,
+        )
+    except ValueError as error:
+        raise ConfigError(f"data: {one_line(error)}") from error
+
+
+def _network(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    for field in ("num_classes", "dtype", "backend", "name"):
+        if field in config.fields:
+            given_by = "the data" if field == "num_classes" else f"model.{field}"
+            raise ConfigError(f"model.fields.{field} must be left out: {given_by} gives it")
+    try:
+        model = create_model(
+            config.name,
+            num_classes=num_classes,
+            dtype=jnp.dtype(config.dtype),
+            backend=config.backend,
+            **config.fields,
+        )
+        # What the fields make of these images shows in the shapes, which cost nothing.
+        images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+        jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), images)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConfigError(f"model: {one_line(error)}") from error
+    return model
