@@ -217,7 +217,15 @@ def test_a_stop_finishes_the_step_and_saves_it(tmp_path, make_config, monkeypatc
     assert signal.getsignal(number) is usual
 
 
-def test_a_second_signal_acts_as_usual():
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: a shell's background jobs, and so some CI runs, ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_acts_as_usual(interruptible):
     def interrupt():
         signal.raise_signal(signal.SIGINT)
         time.sleep(0.01)  # Python handles signals between two instructions
