@@ -56,11 +56,6 @@ class Convolution:
         return self.rows.taps * self.columns.taps
 
     @property
-    def pixels(self) -> int:
-        """Of one output image."""
-        return self.rows.count * self.columns.count
-
-    @property
     def padded(self) -> bool:
         return self.rows.padded or self.columns.padded
 
