@@ -1,12 +1,19 @@
 """Operations of vision networks as pure functions of arrays.
 
 Each is one file, read from top to bottom: what it computes and what it costs, a reference in plain
-jnp, the public function. Start with `cross_entropy` and `matmul`; `epilogue` is what `matmul` and
-`conv2d` do to a product before they write it. Then `windows`, `max_pool`, `conv2d` and
-`conv2d_algorithms`. `launch` knows the backends and the hardware, and no operation does.
+jnp, the kernels, the public function. Start with `cross_entropy`, then `matmul`: its kernel is the
+pattern of the others. It stands on `blocks` (sizes), `tiles` (what a block of threads reads and
+writes), `epilogue` (what happens to a product before it is written), `transformations` (grad, vmap
+and meshes) and `launch`, which knows backends, hardware and versions of jax, as no operation does.
+
+Convolution is `conv2d`. XLA's ways to do it are in `conv2d_algorithms`, the kernels in
+`implicit_gemm` and `direct_chwn`, over `windows` and `taps` (which pixels see which), and
+`conv2d_kernels` ties these together. `workloads` has real shapes; `inspect` shows what the compiler
+makes of them.
 """
 
-from pallas_kernels.conv2d import conv2d
+from pallas_kernels.blocks import Blocks
+from pallas_kernels.conv2d import conv2d, conv2d_transpose
 from pallas_kernels.conv2d_algorithms import Algorithm
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.epilogue import Activation
@@ -19,8 +26,10 @@ __all__ = [
     "Activation",
     "Algorithm",
     "Backend",
+    "Blocks",
     "Padding",
     "conv2d",
+    "conv2d_transpose",
     "cross_entropy",
     "matmul",
     "max_pool",

@@ -9,8 +9,10 @@ pass over y. Low precision is accumulated in float32. Kept for the backward pass
 `epilogue` keeps, never a copy of x for each tap.
 
 The three passes of training (the output, the gradient of x, the gradient of w) are three different
-computations, and the fastest algorithm for one is not the fastest for another:
-`conv2d_algorithms` has the algorithms and chooses.
+computations, and the fastest algorithm for one is not the fastest for another. `conv2d_algorithms`
+has XLA's algorithms and chooses among them; `conv2d_kernels` does so for the Pallas kernels
+`implicit_gemm` and `direct_chwn`. `conv2d_transpose` is the adjoint: for any x and y of fitting
+shapes, ⟨conv2d(x, w), y⟩ = ⟨x, conv2d_transpose(y, w)⟩.
 """
 
 from functools import partial, reduce
@@ -24,7 +26,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import epilogue, launch, windows
+from pallas_kernels import conv2d_kernels, epilogue, launch, windows
+from pallas_kernels.blocks import Blocks
 from pallas_kernels.conv2d_algorithms import (
     Algorithm,
     Algorithms,
@@ -37,6 +40,7 @@ from pallas_kernels.conv2d_algorithms import (
 )
 from pallas_kernels.epilogue import Activation
 from pallas_kernels.launch import Backend
+from pallas_kernels.taps import Direction
 from pallas_kernels.windows import Padding, Pair
 
 
@@ -116,9 +120,9 @@ def conv2d(
     precision: lax.PrecisionLike = None,
     backend: Backend = "auto",
     algorithm: Algorithm | None = None,
-    blocks: None = None,
+    blocks: Blocks | None = None,
 ) -> Float[Array, "_ _ _ _"]:
-    """activation(x * w + bias + residual), differentiable any number of times in either mode.
+    """activation(x * w + bias + residual).
 
     Args:
       x: images, in `layout`.
@@ -133,52 +137,168 @@ def conv2d(
       residual: added before the activation.
       activation: applied in float32.
       out_dtype: the result's; by default the common dtype of x and w.
-      precision: of the products, as in `jax.lax.conv_general_dilated`.
-      backend: "xla", or "auto".
-      algorithm: the XLA backend's way to do all three passes; by default the fastest known way to
-        do each (`conv2d_algorithms.default_algorithms`).
-      blocks: block sizes, for backends that have blocks.
+      precision: of the products, as in `jax.lax.conv_general_dilated`. The kernels multiply float32
+        in tf32 unless it is "high" (three tf32 products) or "highest" (float32, without Tensor
+        Cores).
+      backend: "xla", differentiable any number of times in either mode; "triton", the kernels, on a
+        GPU, any number of times in reverse mode; "interpret", the kernels' arithmetic on any
+        hardware; "auto", XLA, except that on a GPU batch-last images go to the kernel made for
+        them, which cuDNN would transpose.
+      algorithm: the way to do all three passes; by default the backend's own choice for each
+        (`conv2d_algorithms.default_algorithms`, `conv2d_kernels.default_algorithm`).
+      blocks: the forward kernel's; by default the kernel's own `default_blocks`.
 
     Raises:
       TypeError: x or w is not floating.
       ValueError: the shapes do not fit, `algorithm` cannot do this case, or a name or `blocks` is
         refused.
-      NotImplementedError: the backend is not there yet.
+      NotImplementedError: a kernel was asked for by name and cannot do this dtype or precision, or
+        its forward-mode derivative was asked for.
     """
-    launch.resolve("conv2d", backend, available=("xla",), blocks=blocks)
-    epilogue.check_floating(x=x, w=w)
-    _check_name("layout", layout, get_args(Layout))
-    _check_name("algorithm", algorithm, (None, *get_args(Algorithm)))
-    if x.ndim != 4 or w.ndim != 4:
-        raise ValueError(f"x of shape {x.shape} and w of shape {w.shape} must have four axes")
+    _check_operands("x", x, w, layout, algorithm)
     size = dict(zip(layout, x.shape, strict=True))
     rows, columns = windows.resolve(
-        (size["H"], size["W"]),
-        (w.shape[0], w.shape[1]),
-        strides=strides,
-        padding=padding,
-        dilation=dilation,
+        (size["H"], size["W"]), _taps(w), strides=strides, padding=padding, dilation=dilation
     )
-    _check_channels(size["C"], w.shape, groups)
+    _check_channels("c_in", size["C"], w.shape, groups)
     convolution = Convolution(rows, columns, size["C"], w.shape[3], groups, layout, precision)
     out_size = {"N": size["N"], "H": rows.count, "W": columns.count, "C": convolution.c_out}
-    channel_axis = layout.index("C")
+    return _with_epilogue(
+        x, w, tuple(out_size[axis] for axis in layout), convolution, "forward",
+        bias=bias, residual=residual, activation=activation, out_dtype=out_dtype,
+        backend=backend, algorithm=algorithm, blocks=blocks,
+    )  # fmt: skip
+
+
+def conv2d_transpose(
+    y: Float[Array, "_ _ _ _"],
+    w: Kernel,
+    *,
+    strides: Pair = (1, 1),
+    padding: Padding = "SAME",
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+    layout: Layout = "NHWC",
+    bias: Float[Array, " c_in"] | None = None,
+    residual: Float[Array, "_ _ _ _"] | None = None,
+    activation: Activation | None = None,
+    out_dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    backend: Backend = "auto",
+    algorithm: Algorithm | None = None,
+    blocks: Blocks | None = None,
+    size: Pair | None = None,
+) -> Float[Array, "_ _ _ _"]:
+    """activation(the adjoint of `conv2d` with the same arguments, of y, + bias + residual).
+
+    It takes what `conv2d` gives, images of c_out channels, to what `conv2d` takes, images of c_in.
+
+    Args:
+      y: images of c_out channels, in `layout`.
+      w: the kernels of the `conv2d` whose adjoint this is, [kh, kw, c_in / groups, c_out].
+      strides: of that `conv2d`, like the next four.
+      padding: of x, the result; so it takes pixels away.
+      dilation: pixels of x from one tap to the next.
+      groups: of channels.
+      layout: of y, residual and the result.
+      bias: one number for each of the c_in channels.
+      residual: added before the activation.
+      activation: applied in float32.
+      out_dtype: the result's; by default the common dtype of y and w.
+      precision: as for `conv2d`.
+      backend: as for `conv2d`.
+      algorithm: as for `conv2d`; the one whose gradient of x this is.
+      blocks: the kernel's.
+      size: (height, width) of the result. Where strides skip pixels, several sizes give `conv2d`
+        the same output: by default this is the smallest, and with "SAME" y's size times `strides`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `conv2d`, and ValueError for a `size` from
+        which `conv2d` makes no image of y's.
+    """
+    _check_operands("y", y, w, layout, algorithm)
+    extent = dict(zip(layout, y.shape, strict=True))
+    counts = extent["H"], extent["W"]
+    resolve = partial(
+        windows.resolve, size=_taps(w), strides=strides, padding=padding, dilation=dilation
+    )
+    rows, columns = resolve(size or windows.smallest(counts, _taps(w), strides, padding, dilation))
+    if (rows.count, columns.count) != counts:
+        raise ValueError(
+            f"size={size} has {(rows.count, columns.count)} windows, but y of shape {y.shape} has "
+            f"{counts} pixels"
+        )
+    _check_channels("c_out", extent["C"], w.shape, groups)
+    convolution = Convolution(
+        rows, columns, w.shape[2] * groups, w.shape[3], groups, layout, precision
+    )
+    out_size = {"N": extent["N"], "H": rows.extent, "W": columns.extent, "C": convolution.c_in}
+    return _with_epilogue(
+        y, w, tuple(out_size[axis] for axis in layout), convolution, "transposed",
+        bias=bias, residual=residual, activation=activation, out_dtype=out_dtype,
+        backend=backend, algorithm=algorithm, blocks=blocks,
+    )  # fmt: skip
+
+
+def _with_epilogue(
+    source: Array, w: Array, shape: tuple[int, ...], convolution: Convolution,
+    direction: Direction, *, bias: Array | None, residual: Array | None,
+    activation: Activation | None, out_dtype: DTypeLike | None, backend: Backend,
+    algorithm: Algorithm | None, blocks: Blocks | None,
+) -> Array:  # fmt: skip
+    """The convolution or its transpose on a backend, with an output of `shape`."""
+    layout = convolution.layout
     epilogue.check(
-        tuple(out_size[axis] for axis in layout),
+        shape,
         bias=bias,
         residual=residual,
         activation=activation,
-        channel_axis=channel_axis,
+        channel_axis=layout.index("C"),
     )
-    dtype = jnp.promote_types(x.dtype, w.dtype)
-    return epilogue.apply(
-        _convolve(x.astype(dtype), w.astype(dtype), convolution, _choose(algorithm, convolution)),
-        bias=bias,
-        residual=residual,
-        activation=activation,
-        out_dtype=out_dtype or dtype,
-        channel_axis=channel_axis,
+    dtype = jnp.promote_types(source.dtype, w.dtype)
+    source, w = source.astype(dtype), w.astype(dtype)
+    kernel_first = launch.platform() == "gpu" and conv2d_kernels.covers(
+        convolution, source.shape[layout.index("N")], dtype, algorithm
     )
+    backend = launch.resolve(
+        "conv2d", backend, available=launch.ranked(kernel_first), blocks=blocks
+    )
+    out_dtype = jnp.dtype(out_dtype or dtype)
+    if backend == "xla" or 0 in (*source.shape, *w.shape):
+        algorithms = _choose(algorithm if backend == "xla" else None, convolution)
+        adjoint = direction == "transposed"
+        compute = _convolve_transpose if adjoint else _convolve
+        return epilogue.apply(
+            compute(source, w, convolution, algorithms),
+            bias=bias,
+            residual=residual,
+            activation=activation,
+            out_dtype=out_dtype,
+            channel_axis=layout.index("C"),
+        )
+    return conv2d_kernels.convolve(
+        source, w, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype,
+        convolution=convolution, direction=direction, algorithm=algorithm, blocks=blocks,
+        backend=backend,
+    )  # fmt: skip
+
+
+def _convolve_transpose(
+    y: Array, w: Array, convolution: Convolution, algorithms: Algorithms
+) -> Array:
+    """The transpose of what computes the gradient of x: differentiable, like it, in both modes."""
+    rows, columns = convolution.rows, convolution.columns
+    size = {"N": y.shape[convolution.layout.index("N")], "C": convolution.c_in}
+    size |= {"H": rows.extent, "W": columns.extent}
+    x = jax.ShapeDtypeStruct(tuple(size[axis] for axis in convolution.layout), y.dtype)
+    forward = partial(run, algorithms.input_gradient, w=w, convolution=convolution, dtype=y.dtype)
+    (result,) = jax.linear_transpose(lambda x: forward(x), x)(y)
+    return result.astype(jnp.promote_types(y.dtype, jnp.float32))
+
+
+def _taps(w: Array) -> Pair:
+    kh, kw, _, _ = w.shape
+    return kh, kw
 
 
 def _check_name(parameter: str, name: str | None, names: tuple[str | None, ...]) -> None:
@@ -186,15 +306,28 @@ def _check_name(parameter: str, name: str | None, names: tuple[str | None, ...])
         raise ValueError(f"{parameter}={name!r} must be one of {', '.join(map(repr, names))}")
 
 
-def _check_channels(c_in: int, kernel: tuple[int, ...], groups: int) -> None:
-    _, _, c_in_per_group, c_out = kernel
-    for name, channels in (("c_in", c_in), ("c_out", c_out)):
-        if groups < 1 or channels % groups:
-            raise ValueError(f"groups={groups} must divide {name}={channels}")
-    if c_in_per_group * groups != c_in:
+def _check_operands(name: str, images: Array, w: Array, layout: str, algorithm: str | None) -> None:
+    epilogue.check_floating(**{name: images, "w": w})
+    _check_name("layout", layout, get_args(Layout))
+    _check_name("algorithm", algorithm, (None, *get_args(Algorithm)))
+    if images.ndim != 4 or w.ndim != 4:
         raise ValueError(
-            f"w of shape {kernel} must have c_in / groups = {c_in // groups} input channels"
+            f"{name} of shape {images.shape} and w of shape {w.shape} must have four axes"
         )
+
+
+def _check_channels(name: str, channels: int, kernel: tuple[int, ...], groups: int) -> None:
+    """Checks the channels of the images that are given, c_in of x or c_out of y, with w's."""
+    _, _, c_in_per_group, c_out = kernel
+    for each, count in ((name, channels), ("c_out", c_out)):
+        if groups < 1 or count % groups:
+            raise ValueError(f"groups={groups} must divide {each}={count}")
+    if name == "c_in" and c_in_per_group * groups != channels:
+        raise ValueError(
+            f"w of shape {kernel} must have c_in / groups = {channels // groups} input channels"
+        )
+    if name == "c_out" and c_out != channels:
+        raise ValueError(f"w of shape {kernel} must have y's {channels} output channels")
 
 
 def _choose(algorithm: Algorithm | None, convolution: Convolution) -> Algorithms:

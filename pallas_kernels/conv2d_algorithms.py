@@ -31,7 +31,9 @@ from pallas_kernels import launch, windows
 from pallas_kernels.windows import Windows
 
 Layout = Literal["NHWC", "NCHW", "CHWN"]
-Algorithm = Literal["direct", "im2col", "shifted", "pointwise", "patches"]
+Algorithm = Literal[
+    "direct", "im2col", "shifted", "pointwise", "patches", "implicit_gemm", "direct_chwn"
+]
 
 Image = Float[Array, "b h w c_in"]
 Kernel = Float[Array, "kh kw c_in_per_group c_out"]
@@ -206,6 +208,8 @@ def run(
 def refusal(algorithm: Algorithm, convolution: Convolution) -> str | None:
     """Why `algorithm` cannot compute `convolution`, or None where it can."""
     rows, columns = convolution.rows, convolution.columns
+    if algorithm in ("implicit_gemm", "direct_chwn"):
+        return "it is a kernel: backend must be 'triton', or 'interpret'"
     if algorithm not in ("pointwise", "patches"):
         return None
     kernel = (rows.taps, columns.taps)

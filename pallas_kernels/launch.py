@@ -1,15 +1,44 @@
-"""Backends and platforms: the only module that knows which lowerings there are.
+"""Backends, lowerings and versions of jax: the only module that knows them.
 
 An operation asks two questions here. `resolve`: which backend runs this call? `platform`: which
 hardware is this trace for? Both are answered when the operation is called, never at import.
+
+A kernel is written with four words from here, `load`, `store`, `dot` and `call`, and with jax. They
+mean one thing on every lowering:
+
+  triton     Pallas through Triton to PTX, on NVIDIA GPUs from Ampere on.
+  interpret  the same kernel, run by Pallas's interpreter as XLA operations on any hardware.
+
+A Mosaic GPU lowering joins here: `call` chooses the compiler's parameters, `dot` the matrix
+instruction. `dot` is a primitive of our own, because `pallas.triton.dot` has no accumulator: left
+to itself Pallas writes accumulator + dot(a, b, 0), and only a pass of XLA's pipeline
+(triton-combine) makes one instruction of that. Here it is one from the start, for any pipeline.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, cast, get_args
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.pallas.triton import lowering as triton_lowering
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pallas_triton
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.typing import DTypeLike
+from jaxlib.triton import dialect as triton_dialect
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.blocks import Blocks
 
 Backend = Literal["auto", "xla", "triton", "interpret"]
+
+Product = Literal["operands", "tf32", "tf32x3", "ieee"]
+"""How a product is made of float32 operands: in tf32 (10 bits of mantissa), in three tf32 products
+that carry 21 bits, or in float32 on the CUDA cores. 16-bit operands are multiplied as they are."""
 
 
 def resolve(
@@ -35,8 +64,163 @@ def resolve(
     return chosen
 
 
+def ranked(kernel_first: bool) -> tuple[Backend, ...]:
+    """All backends, the one that "auto" means first."""
+    return ("triton", "xla", "interpret") if kernel_first else ("xla", "triton", "interpret")
+
+
 def platform() -> str:
     """The hardware of this trace, "cpu", "gpu" or "tpu": the mesh in use, else JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+def product(dtype: DTypeLike, precision: lax.PrecisionLike) -> Product:
+    """The product that `precision` asks for of operands of `dtype`, as XLA reads it on a GPU.
+
+    Raises:
+      NotImplementedError: the kernels have no such product.
+    """
+    if dtype in (jnp.bfloat16, jnp.float16):
+        return "operands"
+    if dtype != jnp.float32:
+        raise NotImplementedError(
+            f"operands of {jnp.dtype(dtype)} have no kernel: bfloat16, float16 and float32 have; "
+            "backend='xla' takes any"
+        )
+    names: dict[Any, Product] = {
+        None: "tf32",
+        lax.Precision.DEFAULT: "tf32",
+        lax.Precision.HIGH: "tf32x3",
+        lax.Precision.HIGHEST: "ieee",
+    }
+    try:
+        return names[lax.Precision(precision) if precision is not None else None]
+    except (ValueError, TypeError):
+        raise NotImplementedError(
+            f"precision={precision!r} has no kernel: 'default', 'high' and 'highest' have; "
+            "backend='xla' takes any"
+        ) from None
+
+
+def call(
+    kernel: Callable[..., None],
+    *operands: Array,
+    grid: Sequence[int],
+    out: Sequence[jax.ShapeDtypeStruct],
+    blocks: Blocks,
+    backend: Backend,
+    algorithm: str,
+    flops: int,
+) -> list[Array]:
+    """Runs `kernel` on references to the operands and the outputs, once for each point of `grid`.
+
+    Every reference is to a whole array, row-major; a kernel finds its own tile.
+
+    Args:
+      kernel: takes a reference to each operand, then one to each output.
+      *operands: arrays, row-major.
+      grid: at most three axes; the first runs fastest.
+      out: shape and dtype of each output.
+      blocks: the kernel's, of which this reads `warps` and `stages`.
+      backend: "triton" or "interpret".
+      algorithm: the name of the kernel, for profilers and the inspector.
+      flops: of the launch; XLA's scheduler and the inspector read it.
+
+    Raises:
+      NotImplementedError: an array has 2³¹ elements or more (a kernel's offsets are 32 bits); the
+        program turns out not to be for a GPU; or it is interpreted in a `shard_map` that checks.
+    """
+    for array in (*operands, *out):
+        if array.size >= 2**31:
+            raise NotImplementedError(
+                f"an array of shape {array.shape} has {array.size} elements, but kernels count "
+                "in 32 bits: use backend='xla', or shard it"
+            )
+    moved = sum(array.size * array.dtype.itemsize for array in (*operands, *out))
+    first, *others = operands
+    if backend == "triton":
+        first = _on_gpu.bind(first)
+    # Inside a shard_map the outputs vary over the mesh as the operands do.
+    varying = jax.typeof(first).manual_axis_type
+    if backend == "interpret" and varying.varying:
+        raise NotImplementedError(
+            "backend='interpret' needs check_vma=False in shard_map: Pallas's interpreter does not "
+            "follow the axes over which arrays vary"
+        )
+    run = pl.pallas_call(
+        kernel,
+        grid=tuple(grid),
+        out_shape=[
+            jax.ShapeDtypeStruct(each.shape, each.dtype, manual_axis_type=varying) for each in out
+        ],
+        interpret=backend == "interpret",
+        compiler_params=pallas_triton.CompilerParams(
+            num_warps=blocks.warps, num_stages=blocks.stages
+        ),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+        name=algorithm,
+        metadata={"blocks": json.dumps(asdict(blocks))},
+    )
+    return list(run(first, *others))
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "backend='triton' needs an NVIDIA GPU, and this program is for another device: "
+        "backend='xla' runs anywhere, and so does backend='interpret', slowly"
+    )
+
+
+# What hardware a program is for is known when it is lowered, so this is where a kernel can refuse.
+_on_gpu = Primitive("on_gpu")
+_on_gpu.def_abstract_eval(lambda x: x)
+_on_gpu.def_impl(lambda x: jax.jit(_on_gpu.bind)(x))
+mlir.register_lowering(_on_gpu, _refuse)
+mlir.register_lowering(_on_gpu, lambda context, x: [x], platform="cuda")
+
+
+def load(ref: Any, mask: Bool[Array, "..."] | None = None) -> Array:
+    """What `ref` holds, and zero where `mask` is false; nothing is read there."""
+    return pallas_triton.load(ref, mask=mask, other=None if mask is None else 0)
+
+
+def store(ref: Any, value: Array, mask: Bool[Array, "..."] | None = None) -> None:
+    """Writes `value`, cast, where `mask` is true."""
+    pallas_triton.store(ref, value.astype(ref.dtype), mask=mask)
+
+
+def dot(
+    a: Float[Array, "m k"],
+    b: Float[Array, "k n"],
+    accumulator: Float[Array, "m n"],
+    product: Product,
+) -> Float[Array, "m n"]:
+    """accumulator + a b, in one matrix instruction where the hardware has one."""
+    return _dot.bind(a, b, accumulator, product=product)
+
+
+_dot = Primitive("dot")
+_dot.def_abstract_eval(lambda a, b, accumulator, *, product: accumulator)
+
+
+def _interpret_dot(a: Array, b: Array, accumulator: Array, *, product: Product) -> Array:
+    # The interpreter proves arithmetic, so it multiplies float32 as float32 whatever `product` is.
+    return accumulator + jnp.matmul(
+        a, b, precision=lax.Precision.HIGHEST, preferred_element_type=accumulator.dtype
+    )
+
+
+mlir.register_lowering(_dot, mlir.lower_fun(_interpret_dot, multiple_results=False))
+
+
+@triton_lowering.register_lowering(_dot)
+def _lower_dot(context, a, b, accumulator, *, product: Product):
+    precisions = {
+        "operands": None,
+        "tf32": triton_dialect.InputPrecision.TF32,
+        "tf32x3": triton_dialect.InputPrecision.TF32x3,
+        "ieee": triton_dialect.InputPrecision.IEEE,
+    }
+    return triton_dialect.dot(a, b, accumulator, input_precision=precisions[product])

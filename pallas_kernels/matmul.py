@@ -4,21 +4,55 @@ FLOPs: 2 m n k. Bytes at best: a, b, bias and residual read once and y written o
 adds no pass over y. Low precision is accumulated in float32. Kept for the backward pass: a, b and
 what `epilogue` keeps. The gradients are two products in the operands' own dtype,
 da = dy bᵀ and db = aᵀ dy, so bfloat16 training stays on bfloat16 matrix units.
+
+The kernel: a block of threads owns an m×n tile of y. It walks along k, a tile of a and a tile of b
+at a time on their way through shared memory to the Tensor Cores, with the sum in registers; then it
+applies the epilogue and writes. Where m n is too small to fill a GPU and k is long, `splits` blocks
+share a tile and XLA adds their sums, always in the same order. Either operand may be stored
+transposed, so the gradients are the same kernel.
+
+What the compiler makes of a 4096³ bfloat16 product on sm_90 (Triton 3.9). Below 1 issue slot a
+matrix cycle the Tensor Cores set the pace, above it the addressing:
+
+  m×n×k, warps, stages      registers   loop   issue slots
+  128×256×64, 8, 3              163      100      0.39      the default
+  256×128×64, 8, 3              164      113      0.44      where n is 128
+  128×128×64, 4, 3              160      124      0.48      with a transposed it spills on sm_80
+  128×128×128, 8, 2             126      139      0.54
+  128×128×64, 8, 3               93       88      0.69      where 128×256 would not fill a GPU
+  128×128×64, 8, 3              157      155      1.21      accumulator + dot, unfused: see `launch`
+  128×256×64, 8, 3              255      262      1.02      the same; it spills
 """
 
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from math import prod
 from operator import add
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import epilogue, launch
+from pallas_kernels import epilogue, launch, tiles
+from pallas_kernels.blocks import Blocks, ceiling, side
 from pallas_kernels.epilogue import Activation
-from pallas_kernels.launch import Backend
+from pallas_kernels.launch import Backend, Product
+from pallas_kernels.tiles import span
+from pallas_kernels.transformations import (
+    batched,
+    one_after_another,
+    partitioned,
+    prepared,
+    typed,
+)
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; an A100 has 108, a B200 148."""
 
 
 def reference(
@@ -39,23 +73,219 @@ def reference(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _product(a: Array, b: Array, precision: lax.PrecisionLike) -> Array:
+def _xla_product(a: Array, b: Array, precision: lax.PrecisionLike) -> Array:
     """a b, accumulated and returned in float32, or in float64 for float64."""
     accumulator = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.matmul(a, b, precision=precision, preferred_element_type=accumulator)
 
 
-@partial(_product.defjvp, symbolic_zeros=True)
-def _product_jvp(precision, primals, tangents):
+@partial(_xla_product.defjvp, symbolic_zeros=True)
+def _xla_product_jvp(precision, primals, tangents):
     # Without this rule the transposed products would mix float32 cotangents with bfloat16 operands.
     (a, b), (da, db) = primals, tangents
-    y = _product(a, b, precision)
+    y = _xla_product(a, b, precision)
     terms = []
     if not isinstance(da, SymbolicZero):
         terms.append(jnp.matmul(da, b, precision=precision))
     if not isinstance(db, SymbolicZero):
         terms.append(jnp.matmul(a, db, precision=precision))
     return y, reduce(add, terms).astype(y.dtype)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """All there is to know about a product but its arrays.
+
+    A transposed operand is stored so: a as [k, m], b as [n, k].
+    """
+
+    product: Product
+    out_dtype: Any
+    backend: Backend
+    blocks: Blocks | None = None
+    activation: Activation | None = None
+    a_transposed: bool = False
+    b_transposed: bool = False
+    biased: bool = False
+    added: bool = False
+    """Whether there is a residual."""
+    keeps: bool = False
+    """Whether the activation's argument is an output too."""
+
+    def sizes(self, a: Array, b: Array) -> tuple[int, int, int]:
+        """(m, n, k)."""
+        m, k = reversed(a.shape[-2:]) if self.a_transposed else a.shape[-2:]
+        return m, b.shape[-2 if self.b_transposed else -1], k
+
+    def terms(self, rest: Any) -> tuple[Any, Any]:
+        """(bias, residual) of the operands after a and b."""
+        bias = rest[0] if self.biased else None
+        return bias, rest[self.biased] if self.added else None
+
+
+def _kernel(a_ref, b_ref, *rest, problem: _Problem, blocks: Blocks, sizes: tuple[int, int, int]):
+    m, n, k = sizes
+    part, image = pl.program_id(1), pl.program_id(2)
+    row, column = tiles.order(pl.program_id(0), m, n, blocks)
+    rows, columns = span(row, blocks.m, m), span(column, blocks.n, n)
+    steps = ceiling(ceiling(k, blocks.k), blocks.splits)
+    covered = steps * blocks.splits * blocks.k
+
+    def step(index, accumulator):
+        inner = span(part * steps + index, blocks.k, k, covered=covered)
+        a = _operand(a_ref, image, rows, inner, transposed=problem.a_transposed)
+        b = _operand(b_ref, image, inner, columns, transposed=problem.b_transposed)
+        return launch.dot(a, b, accumulator, problem.product)
+
+    zero = jnp.zeros((blocks.m, blocks.n), jnp.float32)
+    accumulator = lax.fori_loop(0, steps, step, zero)
+    bias_ref, residual_ref = problem.terms(rest)
+    y, z = epilogue.apply_in_kernel(
+        accumulator,
+        bias=None if bias_ref is None else tiles.load(bias_ref, columns)[None, :],
+        residual=None if residual_ref is None else tiles.load(residual_ref, image, rows, columns),
+        activation=problem.activation,
+    )
+    image = part * pl.num_programs(2) + image
+    for ref, value in zip(rest[problem.biased + problem.added :], (y, z), strict=False):
+        tiles.store(ref, image, rows, columns, value=value)
+
+
+def _operand(ref, image, rows, columns, *, transposed: bool) -> Array:
+    image = image if ref.shape[0] > 1 else jnp.int32(0)
+    if transposed:
+        return tiles.load(ref, image, columns, rows).T
+    return tiles.load(ref, image, rows, columns)
+
+
+def _launch(a: Array, b: Array, *rest: Array, problem: _Problem) -> list[Array]:
+    """One launch: a [m, k] or [images, m, k] and b [k, n] or [images, k, n], either transposed."""
+    m, n, k = sizes = problem.sizes(a, b)
+    shape = (*max(a.shape[:-2], b.shape[:-2], key=len), m, n)
+    bias, residual = problem.terms(rest)
+    finish = partial(epilogue.apply, bias=bias, residual=residual, out_dtype=problem.out_dtype)
+    activations = (problem.activation, None)[: 1 + problem.keeps]
+    if 0 in (*shape, k):
+        zero = jnp.zeros(shape, jnp.float32)
+        return [finish(zero, activation=activation) for activation in activations]
+    a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+    images = max(a.shape[0], b.shape[0])
+    blocks = problem.blocks or default_blocks(
+        sizes,
+        a.dtype,
+        batch=images,
+        product=problem.product,
+        crowded=problem.a_transposed
+        or epilogue.crowds(problem.activation, added=problem.added, keeps=problem.keeps),
+    )
+    run = partial(_run, a, b, blocks=blocks, sizes=sizes, images=images)
+    if blocks.splits > 1:
+        bare = replace(
+            problem, activation=None, biased=False, added=False, keeps=False, out_dtype=jnp.float32
+        )
+        (parts,) = run(problem=bare)
+        total = parts.reshape(blocks.splits, *shape).sum(0)
+        return [finish(total, activation=activation) for activation in activations]
+    if residual is not None:
+        rest = (*rest[: problem.biased], residual.reshape(images, m, n))
+    return [output.reshape(shape) for output in run(*rest, problem=problem)]
+
+
+def _run(
+    *operands: Array, problem: _Problem, blocks: Blocks, sizes: tuple[int, int, int], images: int
+) -> list[Array]:
+    m, n, k = sizes
+    out = jax.ShapeDtypeStruct((blocks.splits * images, m, n), problem.out_dtype)
+    return launch.call(
+        partial(_kernel, problem=problem, blocks=blocks, sizes=sizes),
+        *operands,
+        grid=(ceiling(m, blocks.m) * ceiling(n, blocks.n), blocks.splits, images),
+        out=[out] * (1 + problem.keeps),
+        blocks=blocks,
+        backend=problem.backend,
+        algorithm="matmul",
+        flops=2 * images * m * n * k,
+    )
+
+
+def _on_any_mesh(a: Array, b: Array, *rest: Array, problem: _Problem) -> list[Array]:
+    """`_launch` under vmap and on a mesh."""
+    axes = [
+        "z " * (a.ndim - 2) + ("k m" if problem.a_transposed else "m k"),
+        "z " * (b.ndim - 2) + ("n k" if problem.b_transposed else "k n"),
+    ]
+    out = "z " * max(a.ndim - 2, b.ndim - 2) + "m n"
+    linear = problem.activation is None and not rest
+    split = partitioned(
+        partial(_launch, problem=problem),
+        operands=[*axes, *["n"] * problem.biased, *[out] * problem.added],
+        outputs=[out] * (1 + problem.keeps),
+        sums_over=["k"] * linear,
+        gathers=["k"] * (not linear),
+    )
+
+    def rule(size, has_axis, operands):
+        bias_moves = problem.biased and has_axis[2]
+        if bias_moves or any(x.ndim > 2 + has for x, has in zip(operands, has_axis, strict=True)):
+            return one_after_another(call, size, has_axis, operands)
+        a, b, *rest = operands
+        if problem.added and not has_axis[-1]:
+            rest[-1] = jnp.broadcast_to(rest[-1], (size, *rest[-1].shape))
+        return _on_any_mesh(a, b, *rest, problem=problem)
+
+    call = batched(split, rule)
+    return call(a, b, *rest)
+
+
+def _compute(problem: _Problem, a: Array, b: Array, rest: tuple[Array, ...]) -> list[Array]:
+    """The product, and the activation's argument if the problem keeps it."""
+    return _on_any_mesh(a, b, *rest, problem=problem)
+
+
+_product = jax.custom_vjp(_compute, nondiff_argnums=(0,))
+
+
+def _forward(problem: _Problem, a: Array, b: Array, rest: tuple[Array, ...]):
+    keeps = problem.keeps or epilogue.keeps_argument(problem.activation)
+    # Not the launch but the product, so that a gradient has a gradient.
+    outputs = _product(replace(problem, keeps=keeps), a, b, rest)
+    kept = outputs[-1] if epilogue.keeps_argument(problem.activation) else outputs[0]
+    saved = a, b, kept if problem.activation else None, [jnp.zeros(0, x.dtype) for x in rest]
+    return outputs[: 1 + problem.keeps], saved
+
+
+def _backward(problem: _Problem, saved, gradients: list[Array]):
+    a, b, kept, terms = saved
+    dy, *dz_itself = gradients
+    dz = sum(dz_itself, epilogue.transpose(dy, kept, problem.activation))
+    da, db = _gradients(problem, a, b, dz.astype(a.dtype))
+    bias, residual = problem.terms(terms)
+    d_rest = []
+    if bias is not None:
+        d_rest.append(dz.sum(range(dz.ndim - 1)).astype(bias.dtype))
+    if residual is not None:
+        d_rest.append(dz.astype(residual.dtype))
+    return da, db, tuple(d_rest)
+
+
+def _gradients(problem: _Problem, a: Array, b: Array, dy: Array) -> tuple[Array, Array]:
+    """dy bᵀ and aᵀ dy, as a and b are stored."""
+    a_stored_as_it_is, b_stored_as_it_is = not problem.a_transposed, not problem.b_transposed
+    product = _Problem(problem.product, a.dtype, problem.backend)
+    if a_stored_as_it_is:
+        (da,) = _product(replace(product, b_transposed=b_stored_as_it_is), dy, b, ())
+    else:
+        transposed = replace(product, a_transposed=problem.b_transposed, b_transposed=True)
+        (da,) = _product(transposed, b, dy, ())
+    if b_stored_as_it_is:
+        (db,) = _product(replace(product, a_transposed=a_stored_as_it_is), a, dy, ())
+    else:
+        transposed = replace(product, a_transposed=True, b_transposed=problem.a_transposed)
+        (db,) = _product(transposed, dy, a, ())
+    return da, db
+
+
+_product.defvjp(_forward, _backward)
 
 
 def matmul(
@@ -68,7 +298,7 @@ def matmul(
     out_dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     backend: Backend = "auto",
-    blocks: None = None,
+    blocks: Blocks | None = None,
 ) -> Float[Array, "*batch m n"]:
     """activation(a b + bias + residual).
 
@@ -79,28 +309,68 @@ def matmul(
       residual: added to the product before the activation.
       activation: applied in float32.
       out_dtype: the result's; by default the common dtype of a and b.
-      precision: of the products, as in `jax.lax.dot_general`.
-      backend: "xla", or "auto".
-      blocks: block sizes, for backends that have blocks.
+      precision: of the products, as in `jax.lax.dot_general`. The kernels multiply float32 in tf32
+        unless it is "high" (three tf32 products) or "highest" (float32, without Tensor Cores).
+      backend: "xla", differentiable in both modes; "triton", the kernel, on a GPU, in reverse mode
+        only; "interpret", the kernel's arithmetic on any hardware; or "auto", on a GPU the kernel
+        for 16-bit operands, else XLA.
+      blocks: the forward kernel's; by default `default_blocks`.
 
     Raises:
       TypeError: a or b is not floating.
       ValueError: the shapes do not fit, or a name or `blocks` is refused.
-      NotImplementedError: the backend is not there yet.
+      NotImplementedError: the kernel was asked for by name and cannot do this dtype or precision,
+        or its forward-mode derivative was asked for.
     """
-    launch.resolve("matmul", backend, available=("xla",), blocks=blocks)
     epilogue.check_floating(a=a, b=b)
-    _check_operands(a, b)
     dtype = jnp.promote_types(a.dtype, b.dtype)
+    kernel_first = launch.platform() == "gpu" and dtype in (jnp.bfloat16, jnp.float16)
+    backend = launch.resolve(
+        "matmul", backend, available=launch.ranked(kernel_first), blocks=blocks
+    )
+    _check_operands(a, b)
     shape = (*a.shape[:-1], b.shape[-1])
     epilogue.check(shape, bias=bias, residual=residual, activation=activation)
-    return epilogue.apply(
-        _product(a.astype(dtype), b.astype(dtype), precision),
-        bias=bias,
-        residual=residual,
-        activation=activation,
-        out_dtype=out_dtype or dtype,
+    a, b = a.astype(dtype), b.astype(dtype)
+    out_dtype = jnp.dtype(out_dtype or dtype)
+    if backend == "xla":
+        return epilogue.apply(
+            _xla_product(a, b, precision),
+            bias=bias,
+            residual=residual,
+            activation=activation,
+            out_dtype=out_dtype,
+        )
+    problem = _Problem(
+        launch.product(dtype, precision),
+        out_dtype,
+        backend,
+        blocks,
+        activation,
+        biased=bias is not None,
+        added=residual is not None,
     )
+    terms = [term for term in (bias, residual) if term is not None]
+    images = " ".join(f"z{axis}" for axis in range(a.ndim - 2))
+    axes_of_b = "k n" if b.ndim == 2 else f"{images} k n"
+    return typed(
+        partial(_batched_product, problem),
+        [a, b, *terms],
+        [f"{images} m k".strip(), axes_of_b, *["n"] * problem.biased, *["_"] * problem.added],
+        f"{images} m n".strip(),
+    )
+
+
+def _batched_product(problem: _Problem, a: Array, b: Array, *terms: Array) -> Array:
+    """The product of any batch; one that shares b is one tall matrix."""
+    *batch, m, k = a.shape
+    n = b.shape[-1]
+    rows = (prod((*batch, m)),) if b.ndim == 2 else (prod(batch), m)
+    if problem.added:
+        terms = (*terms[: problem.biased], terms[-1].reshape(*rows, n))
+    a, b, *rest = prepared(a.reshape(*rows, k), b.reshape(*rows[:-1], k, n), *terms)
+    (y,) = _product(problem, a, b, tuple(rest))
+    return y.reshape(*batch, m, n)
 
 
 def _check_operands(a: Array, b: Array) -> None:
@@ -110,3 +380,75 @@ def _check_operands(a: Array, b: Array) -> None:
         )
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a has k={a.shape[-1]} columns but b has k={b.shape[-2]} rows")
+
+
+def default_blocks(
+    shape: tuple[int, int, int],
+    dtype: DTypeLike,
+    *,
+    batch: int = 1,
+    product: Product | None = None,
+    crowded: bool = False,
+    splits: bool = True,
+) -> Blocks:
+    """Blocks for a product, with no spills on sm_80, sm_90 and sm_100.
+
+    The largest tile, and a smaller one where that would leave idle some of the 132 multiprocessors
+    of an H200; then, where `splits` allows, the sum over k is split.
+
+    Args:
+      shape: (m, n, k).
+      dtype: of a and b.
+      batch: products of this shape in one launch.
+      product: how float32 is multiplied.
+      crowded: that an epilogue, or a transposed a, leaves too few registers for the largest tiles.
+      splits: whether the sum may be split.
+    """
+    m, n, k = shape
+    wide = jnp.dtype(dtype).itemsize > 2
+    largest = 64 if product in ("ieee", "tf32x3") else 128
+    tile_m, tile_n, tile_k = side(m, largest), side(n, largest), side(k, 32 if wide else 64)
+    parts, steps = 1, ceiling(k, tile_k)
+
+    def launched(tile_m: int, tile_n: int) -> int:
+        return batch * ceiling(m, tile_m) * ceiling(n, tile_n) * parts
+
+    if not (wide or crowded):
+        for large_m, large_n in ((128, 256), (256, 128)):
+            fits = m >= large_m and n % large_n == 0
+            if fits and launched(large_m, large_n) >= 2 * MULTIPROCESSORS:
+                return Blocks(large_m, large_n, tile_k, warps=8)
+    long = splits and k >= 8 * max(m, n)
+    while long and launched(tile_m, tile_n) < MULTIPROCESSORS and steps >= 16 * parts:
+        parts *= 2
+    while launched(tile_m, tile_n) < MULTIPROCESSORS and max(tile_m, tile_n) > 64:
+        tile_m, tile_n = (tile_m // 2, tile_n) if tile_m >= tile_n else (tile_m, tile_n // 2)
+    while splits and launched(tile_m, tile_n) < MULTIPROCESSORS and steps >= 16 * parts:
+        parts *= 2
+    # Warps and stages that spill nowhere; the same tile with others does, on one or the other.
+    warps = 8 if tile_m * tile_n == 128 * 128 else 4
+    stages = 2 if warps == 8 and wide else 4 if tile_m * tile_n <= 64 * 64 else 3
+    return Blocks(tile_m, tile_n, tile_k, warps=warps, stages=stages, splits=parts)
+
+
+def search_space(shape: tuple[int, int, int], dtype: DTypeLike) -> list[Blocks]:
+    """What a tuner tries for a product of (m, n, k), the default first."""
+    m, n, k = shape
+    wide = jnp.dtype(dtype).itemsize > 2
+    first = default_blocks(shape, dtype)
+    found = [first]
+    for tile_m, tile_n, warps in (
+        (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 256, 4),
+        (256, 64, 4), (128, 256, 8), (256, 128, 8),
+    ):  # fmt: skip
+        for tile_k in (32, 64) if wide else (32, 64, 128):
+            for stages in (2, 3, 4):
+                for splits in sorted({1, first.splits, 2 * first.splits}):
+                    blocks = Blocks(
+                        side(m, tile_m), side(n, tile_n), side(k, tile_k), warps, stages, splits
+                    )
+                    shared = stages * (blocks.m + blocks.n) * blocks.k * (4 if wide else 2)
+                    # sm_80 has 163 KiB of shared memory to a block.
+                    if shared <= 163 * 1024 and blocks not in found:
+                        found.append(blocks)
+    return found

@@ -105,6 +105,20 @@ def resolve(
     return rows, columns
 
 
+def smallest(counts: Pair, size: Pair, strides: Pair, padding: Padding, dilation: Pair) -> Pair:
+    """(height, width) of the smallest image with `counts` windows; of "SAME", counts × strides."""
+    if padding == "SAME":
+        return counts[0] * strides[0], counts[1] * strides[1]
+    edges = ((0, 0), (0, 0)) if isinstance(padding, str) else padding
+    height, width = (
+        (count - 1) * stride + (taps - 1) * gap + 1 - sum(sides)
+        for count, taps, stride, gap, sides in zip(
+            counts, size, strides, dilation, edges, strict=True
+        )
+    )
+    return height, width
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer)
 

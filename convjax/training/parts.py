@@ -61,7 +61,6 @@ class Parts:
             mean=data.mean,
             std=data.std,
             label_smoothing=config.label_smoothing,
-            backend=config.model.backend,
         )
 
     def summary(self, state: TrainState) -> str:
@@ -72,9 +71,7 @@ class Parts:
     def eval_step(self) -> jax.stages.Wrapped:
         """Return the jitted measurement."""
         data = self.config.data
-        return make_eval_step(
-            self.model, mean=data.mean, std=data.std, backend=self.config.model.backend
-        )
+        return make_eval_step(self.model, mean=data.mean, std=data.std)
 
     def _keys(self) -> tuple[Key[Array, ""], Key[Array, ""]]:
         """Return the keys of the initial parameters and of dropout."""

@@ -1,160 +1,35 @@
 """conv2d against a float64 convolution written as loops, in every pass and by every algorithm."""
 
 import inspect
-import math
 import re
-from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import conv2d
+from pallas_kernels import conv2d, conv2d_transpose
 from pallas_kernels.conv2d import reference
+from tests.pallas_kernels.arrays import assert_close, float64, normal
+from tests.pallas_kernels.convolutions import Case, cases, convolve, forward, transposed
+from tests.pallas_kernels.references import ACTIVATIONS, Epilogue, assert_agrees
 
 ALGORITHMS = ("direct", "im2col", "shifted")
-TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
-
-
-@dataclass(frozen=True)
-class Case:
-    x_shape: tuple[int, ...]  # NHWC
-    w_shape: tuple[int, ...]
-    strides: tuple[int, int] = (1, 1)
-    padding: str | tuple[tuple[int, int], tuple[int, int]] = "SAME"
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
-    @property
-    def options(self):
-        names = ("strides", "padding", "dilation", "groups")
-        return {name: getattr(self, name) for name in names}
-
-
-@st.composite
-def cases(draw):
-    pair = lambda low, high: st.tuples(*[st.integers(low, high)] * 2)  # noqa: E731
-    image = draw(pair(1, 9))
-    kernel = draw(pair(1, 4))
-    dilation = draw(pair(1, 2))
-    span = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
-    fits = all(n >= s for n, s in zip(image, span, strict=True))
-    # Explicit padding makes every window fit, and is asymmetric more often than not.
-    low = draw(pair(0, 2))
-    high = [
-        draw(st.integers(max(0, s - n - before), max(0, s - n - before) + 2))
-        for s, n, before in zip(span, image, low, strict=True)
-    ]
-    explicit = tuple(zip(low, high, strict=True))
-    padding = draw(st.sampled_from(["SAME", *(["VALID"] if fits else []), explicit, explicit]))
-    groups, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    return Case(
-        x_shape=(draw(st.integers(0, 3)), *image, groups * per_group),
-        w_shape=(*kernel, per_group, groups * draw(st.integers(1, 2))),
-        strides=draw(pair(1, 3)),
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-    )
-
-
-def pads(case):
-    if case.padding == "VALID":
-        return (0, 0), (0, 0)
-    if case.padding != "SAME":
-        return case.padding
-    edges = []
-    for axis in (0, 1):
-        n, stride = case.x_shape[1 + axis], case.strides[axis]
-        span = (case.w_shape[axis] - 1) * case.dilation[axis] + 1
-        missing = max(span - stride if n % stride == 0 else span - n % stride, 0)
-        edges.append((missing // 2, missing - missing // 2))
-    return tuple(edges)
-
-
-def by_loops(case, x, w, g=None):
-    """y = x * w; with a cotangent g of y, the gradients (dx, dw) of sum(g y) too. All float64."""
-    edges = pads(case)
-    (top, _), (left, _) = edges
-    (kh, kw, _, c_out), (sh, sw), (dh, dw_) = w.shape, case.strides, case.dilation
-    padded = np.pad(x, ((0, 0), *edges, (0, 0)))
-    out_h = (padded.shape[1] - (kh - 1) * dh - 1) // sh + 1
-    out_w = (padded.shape[2] - (kw - 1) * dw_ - 1) // sw + 1
-    y = np.zeros((x.shape[0], out_h, out_w, c_out))
-    grad_x, grad_w = np.zeros_like(padded), np.zeros_like(w)
-    c, o = x.shape[3] // case.groups, c_out // case.groups
-    for p in range(out_h):
-        for q in range(out_w):
-            for group in range(case.groups):
-                inputs = slice(group * c, (group + 1) * c)
-                outputs = slice(group * o, (group + 1) * o)
-                seen = np.s_[
-                    :, p * sh : p * sh + kh * dh : dh, q * sw : q * sw + kw * dw_ : dw_, inputs
-                ]
-                y[:, p, q, outputs] = np.einsum("bijc,ijco->bo", padded[seen], w[..., outputs])
-                if g is not None:
-                    grad_x[seen] += np.einsum("bo,ijco->bijc", g[:, p, q, outputs], w[..., outputs])
-                    grad_w[..., outputs] += np.einsum(
-                        "bijc,bo->ijco", padded[seen], g[:, p, q, outputs]
-                    )
-    if g is None:
-        return y
-    h, width = x.shape[1:3]
-    return y, grad_x[:, top : top + h, left : left + width], grad_w
-
-
-def normal(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def float64(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
-
-
-def assert_close(actual, expected, tolerance):
-    actual = float64(actual)
-    assert actual.shape == expected.shape
-    scale = np.max(np.abs(expected), initial=1e-30)
-    assert np.max(np.abs(actual - expected), initial=0) <= tolerance * scale
-
-
-def output_and_gradients(case, x, w, g, **options):
-    """(y, dx, dw), compiled at once."""
-
-    @jax.jit
-    def run(x, w, g):
-        y, pull = jax.vjp(lambda x, w: conv2d(x, w, **case.options, **options), x, w)
-        return y, *pull(g)
-
-    return run(x, w, g)
 
 
 @given(
-    case=cases(),
+    direction=st.sampled_from([forward, transposed]),
+    case=cases(images=st.integers(0, 3), groups=st.integers(1, 3)),
     algorithm=st.sampled_from([None, *ALGORITHMS]),
     layout=st.sampled_from(["NHWC", "NCHW", "CHWN"]),
     dtype=st.sampled_from([jnp.float32, jnp.float32, jnp.bfloat16]),
 )
-def test_every_pass_agrees_with_loops(case, algorithm, layout, dtype):
-    x, w = normal(0, case.x_shape, dtype), normal(1, case.w_shape, dtype)
-    g = normal(2, by_loops(case, float64(x), float64(w)).shape, dtype)
-    to_layout = ["NHWC".index(axis) for axis in layout]
-    to_nhwc = [layout.index(axis) for axis in "NHWC"]
-    y, dx, dw = output_and_gradients(
-        case, x.transpose(to_layout), w, g.transpose(to_layout), algorithm=algorithm, layout=layout
-    )
-    assert y.dtype == dx.dtype == dw.dtype == dtype
-    for actual, expected in zip(
-        (y.transpose(to_nhwc), dx.transpose(to_nhwc), dw),
-        by_loops(case, *map(float64, (x, w, g))),
-        strict=True,
-    ):
-        assert_close(actual, expected, TOLERANCE[dtype])
+def test_every_pass_agrees_with_loops(direction, case, algorithm, layout, dtype):
+    assert_agrees(*direction(case, layout=layout, algorithm=algorithm), Epilogue(dtype))
 
 
 SPECIAL = {
@@ -170,28 +45,28 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "options"),
     [
-        *((name, jnp.float32) for name in SPECIAL),
-        *((name, jnp.bfloat16) for name in ("pointwise", "patches", "depthwise")),
+        *((name, {}) for name in SPECIAL),
+        *(
+            (name, options)
+            for name in ("pointwise", "patches", "depthwise")
+            for options in ({"dtype": jnp.bfloat16}, {"backend": "interpret"})
+        ),
     ],
 )
-def test_special_forms_agree_with_loops(name, dtype):
-    case = SPECIAL[name]
-    algorithm = name.split()[0] if name.split()[0] in ("pointwise", "patches") else None
-    x, w = normal(0, case.x_shape, dtype), normal(1, case.w_shape, dtype)
-    g = normal(2, by_loops(case, float64(x), float64(w)).shape, dtype)
-    actual = output_and_gradients(case, x, w, g, algorithm=algorithm)
-    expected = by_loops(case, *map(float64, (x, w, g)))
-    for a, e in zip(actual, expected, strict=True):
-        assert_close(a, e, TOLERANCE[dtype])
+def test_special_forms_agree_with_loops(name, options):
+    word = name.split()[0]
+    algorithm = word if word in ("pointwise", "patches") else None
+    options = {"backend": "xla", "dtype": jnp.float32} | options
+    epilogue = Epilogue(options.pop("dtype"))
+    assert_agrees(*forward(SPECIAL[name], algorithm=algorithm, **options), epilogue)
 
 
 def test_reference_agrees_with_loops():
     case = Case((2, 6, 7, 4), (3, 2, 2, 6), (2, 1), ((0, 2), (1, 0)), (1, 2), groups=2)
     x, w = normal(0, case.x_shape), normal(1, case.w_shape)
-    expected = by_loops(case, float64(x), float64(w))
-    assert_close(reference(x, w, **case.options), expected, 1e-5)
+    assert_close(reference(x, w, **case.options), convolve(case, float64(x), float64(w)), 1e-5)
 
 
 def test_same_padding_with_stride_two_is_not_symmetric():
@@ -212,47 +87,14 @@ def test_alexnet_stem_of_a_224_image_padded_by_0_and_3_is_55_wide():
     assert y.shape == (1, 55, 55, 96)
 
 
-ACTIVATIONS = {
-    None: lambda z: z,
-    "relu": lambda z: np.maximum(z, 0),
-    "gelu": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / math.sqrt(2))),
-    "gelu_tanh": lambda z: z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
-    "silu": lambda z: z / (1 + np.exp(-z)),
-}
-
-
 @pytest.mark.parametrize(
     ("activation", "layout"),
     [*zip(ACTIVATIONS, ["NHWC"] * 5, strict=True), ("gelu", "NCHW"), ("gelu", "CHWN")],
 )
 def test_epilogue_and_its_gradients(activation, layout):
     case = Case((2, 5, 4, 3), (3, 3, 3, 6))
-    to_layout = ["NHWC".index(axis) for axis in layout]
-    x, w, bias = normal(0, case.x_shape), normal(1, case.w_shape), normal(2, (6,))
-    residual, g = normal(3, (2, 5, 4, 6)), normal(4, (2, 5, 4, 6))
-
-    @jax.jit
-    def run(x, w, bias, residual, g):
-        y, pull = jax.vjp(
-            lambda x, w, bias, residual: conv2d(
-                x, w, bias=bias, residual=residual, activation=activation, layout=layout
-            ),
-            *(x, w, bias, residual),
-        )
-        return y, *pull(g)
-
-    y, dx, dw, dbias, dresidual = run(
-        x.transpose(to_layout), w, bias, residual.transpose(to_layout), g.transpose(to_layout)
-    )
-    act, step = ACTIVATIONS[activation], 1e-6
-    z = by_loops(case, float64(x), float64(w)) + float64(bias) + float64(residual)
-    dz = float64(g) * (act(z + step) - act(z - step)) / (2 * step)
-    _, expected_dx, expected_dw = by_loops(case, float64(x), float64(w), dz)
-    assert_close(y, act(z).transpose(to_layout), 1e-5)
-    assert_close(dx, expected_dx.transpose(to_layout), 1e-5)
-    assert_close(dw, expected_dw, 1e-5)
-    assert_close(dbias, dz.sum((0, 1, 2)), 1e-5)
-    assert_close(dresidual, dz.transpose(to_layout), 1e-5)
+    epilogue = Epilogue(bias_dtype=jnp.float32, residual=True, activation=activation)
+    assert_agrees(*forward(case, layout=layout), epilogue)
 
 
 def test_out_dtype_is_independent_of_the_operands():
@@ -381,6 +223,8 @@ def test_a_batch_split_by_shard_map_agrees():
 # The tests' type checker would object first to what it can see.
 unchecked = inspect.unwrap(conv2d)
 
+KERNELS = {"backend": "interpret"}
+
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
@@ -408,6 +252,11 @@ unchecked = inspect.unwrap(conv2d)
         (r"'patches' cannot do this: the kernel \(3, 3\) must be as", {"algorithm": "patches"}),
         ("backend='cuda' must be one of 'auto', 'xla'", {"backend": "cuda"}),
         (r"blocks=\(16, 16\) must be None with backend='xla'", {"blocks": (16, 16)}),
+        ("'implicit_gemm' cannot do this: it is a kernel", {"algorithm": "implicit_gemm"}),
+        ("'direct' cannot do this: it is the XLA backend's", KERNELS | {"algorithm": "direct"}),
+        ("layout='NHWC' must be 'CHWN'", KERNELS | {"algorithm": "direct_chwn"}),
+        ("for groups=1 = c_in=4 only", KERNELS | {"algorithm": "shifted"}),
+        (r"the kernel \(3, 3\) must be \(1, 1\)", KERNELS | {"algorithm": "pointwise"}),
     ],
 )
 def test_errors_name_the_value_and_the_rule(message, options):
@@ -434,10 +283,51 @@ def test_algorithms_that_need_no_padding_refuse_it(size):
         )
 
 
-@pytest.mark.parametrize("backend", ["triton", "interpret"])
-def test_backends_to_come_are_not_replaced_in_silence(backend):
-    with pytest.raises(NotImplementedError, match=f"conv2d has no backend '{backend}'; it has"):
-        conv2d(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), backend=backend)
+@pytest.mark.parametrize(
+    ("message", "w", "options"),
+    [
+        (
+            r"size=\(7, 9\) has \(4, 5\) windows, but y of shape \(1, 5, 5, 6\) has \(5, 5\)",
+            (3, 3, 4, 6),
+            {"size": (7, 9), "strides": (2, 2)},
+        ),
+        (r"w of shape \(3, 3, 4, 5\) must have y's 6 output channels", (3, 3, 4, 5), {}),
+        ("groups=4 must divide c_out=6", (3, 3, 1, 6), {"groups": 4}),
+        ("the kernels have no transpose of it", (3, 3, 4, 6), KERNELS | {"algorithm": "im2col"}),
+        (r"bias of shape \(6,\) must be \(4,\)", (3, 3, 4, 6), {"bias": jnp.ones(6)}),
+    ],
+)
+def test_errors_of_the_transpose_name_the_value_and_the_rule(message, w, options):
+    with pytest.raises(ValueError, match=message):
+        conv2d_transpose(jnp.ones((1, 5, 5, 6)), jnp.ones(w), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"strides": (2, 3), "padding": "SAME"}, (10, 12)),
+        ({"strides": (2, 3), "padding": "VALID"}, (11, 12)),
+        ({"strides": (2, 3), "padding": ((0, 1), (2, 1)), "dilation": (2, 1)}, (12, 9)),
+        ({"strides": (2, 3), "padding": "VALID", "size": (12, 14)}, (12, 14)),
+    ],
+)
+def test_the_size_of_a_transpose_is_the_smallest_unless_given(options, size):
+    y, w = jnp.ones((1, 5, 4, 6)), jnp.ones((3, 3, 4, 6))
+    x = jax.eval_shape(lambda y, w: conv2d_transpose(y, w, **options), y, w)
+    assert x.shape == (1, *size, 4)
+
+
+def test_a_kernel_is_not_replaced_in_silence_where_there_is_no_gpu():
+    with pytest.raises(NotImplementedError, match="backend='triton' needs an NVIDIA GPU"):
+        conv2d(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), backend="triton")
+
+
+def test_kernels_refuse_arrays_that_32_bits_do_not_count():
+    x = jax.ShapeDtypeStruct((2**11, 2**10, 2**10, 1), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((3, 3, 1, 2), jnp.bfloat16)
+    call = partial(conv2d, backend="triton", algorithm="implicit_gemm")
+    with pytest.raises(NotImplementedError, match=r"has 2147483648 elements.*'xla'"):
+        jax.eval_shape(call, x, w)
 
 
 def test_integers_are_refused():

@@ -1,7 +1,9 @@
 """matmul against float64 numpy, its gradients against the ones written out."""
 
 import inspect
+import json
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +14,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import matmul
+from pallas_kernels import Blocks, matmul
 from pallas_kernels.matmul import reference
-
-TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
-
-
-def normal(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def float64(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
-
-
-def assert_close(actual, expected, tolerance):
-    actual = float64(actual)
-    assert actual.shape == expected.shape
-    scale = np.max(np.abs(expected), initial=1e-30)
-    assert np.max(np.abs(actual - expected), initial=0) <= tolerance * scale
+from tests.pallas_kernels.arrays import normal
+from tests.pallas_kernels.references import Epilogue, assert_agrees, product
 
 
 @given(
@@ -42,26 +29,8 @@ def assert_close(actual, expected, tolerance):
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
 )
 def test_product_and_gradients_agree_with_numpy(batch, m, k, n, shared, dtype):
-    a, g = normal(0, (*batch, m, k), dtype), normal(1, (*batch, m, n), dtype)
-    b = normal(2, (k, n) if shared else (*batch, k, n), dtype)
-
-    @jax.jit
-    def run(a, b, g):
-        y, pull = jax.vjp(matmul, a, b)
-        return y, *pull(g)
-
-    y, da, db = run(a, b, g)
-    assert y.dtype == da.dtype == db.dtype == dtype
-    a64, b64, g64 = map(float64, (a, b, g))
-    expected_db = np.swapaxes(a64, -1, -2) @ g64
-    if shared:
-        expected_db = expected_db.sum(tuple(range(len(batch))))
-    for actual, expected in (
-        (y, a64 @ b64),
-        (da, g64 @ np.swapaxes(b64, -1, -2)),
-        (db, expected_db),
-    ):
-        assert_close(actual, expected, TOLERANCE[dtype])
+    b_shape = (k, n) if shared else (*batch, k, n)
+    assert_agrees(matmul, product, (*batch, m, k), b_shape, Epilogue(dtype))
 
 
 def test_bias_residual_and_activation_in_that_order():
@@ -161,7 +130,9 @@ def test_shapes_that_do_not_fit(message, a, b):
         (r"residual of shape \(2,\) must have the output's shape", {"residual": jnp.ones(2)}),
         ("activation='elu' must be None or one of 'relu'", {"activation": "elu"}),
         ("blocks=64 must be None", {"blocks": 64}),
+        (r"blocks=Blocks\(m=16, .* must be None", {"blocks": Blocks(16, 16, 16)}),
         ("backend='cuda' must be one of", {"backend": "cuda"}),
+        (r"bias of shape \(3,\) must be \(2,\)", {"bias": jnp.ones(3), "backend": "interpret"}),
     ],
 )
 def test_options_that_do_not_fit(message, options):
@@ -174,6 +145,47 @@ def test_integers_are_refused():
         unchecked(jnp.ones((4, 3)), jnp.ones((3, 2), jnp.int32))
 
 
-def test_backends_to_come_are_not_replaced_in_silence():
-    with pytest.raises(NotImplementedError, match="matmul has no backend 'triton'; it has 'xla'"):
+def test_a_kernel_is_not_replaced_in_silence_where_there_is_no_gpu():
+    with pytest.raises(NotImplementedError, match="backend='triton' needs an NVIDIA GPU"):
         matmul(jnp.ones((2, 2)), jnp.ones((2, 2)), backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float8_e4m3fn])
+def test_kernels_refuse_other_dtypes(dtype):
+    with jax.enable_x64(True):
+        a = jnp.ones((2, 2), dtype)
+        with pytest.raises(NotImplementedError, match=f"operands of {a.dtype} have no kernel"):
+            matmul(a, a, backend="interpret")
+        if dtype == jnp.float64:
+            assert matmul(a, a).dtype == dtype
+
+
+@pytest.mark.parametrize("precision", ["sloppy", ("high", "high"), "TF32_TF32_F32"])
+def test_kernels_refuse_other_precisions(precision):
+    a = jnp.ones((2, 2))
+    with pytest.raises(NotImplementedError, match=re.escape(f"precision={precision!r} has no")):
+        matmul(a, a, precision=precision, backend="interpret")
+
+
+@pytest.mark.parametrize(("a", "b"), [((2**16, 2**15), (2**15, 1)), ((2**16, 1), (1, 2**15))])
+def test_kernels_refuse_arrays_that_32_bits_do_not_count(a, b):
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (a, b))
+    message = r"65536, 32768\) has 2147483648 elements.*use backend='xla'"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(partial(matmul, backend="triton"), *arrays)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 3, 2), (4, 0, 2), (4, 3, 0)])
+def test_products_without_elements(m, k, n):
+    epilogue = Epilogue(bias_dtype=jnp.float32, residual=True, activation="silu")
+    assert_agrees(partial(matmul, backend="interpret"), product, (m, k), (k, n), epilogue)
+
+
+def test_blocks_are_the_forward_launchs():
+    blocks = Blocks(32, 16, 64, warps=2, splits=3, group=5)
+    call = partial(matmul, backend="interpret", blocks=blocks)
+    jaxpr = str(jax.make_jaxpr(lambda a, b: jax.vjp(call, a, b)[1](a))(*[jnp.ones((64, 64))] * 2))
+    found = [Blocks(**json.loads(text)) for text in re.findall(r"'blocks': '(.*?)'", jaxpr)]
+    assert len(found) == 3
+    assert found[0] == blocks
+    assert blocks not in found[1:]

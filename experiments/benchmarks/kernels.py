@@ -1,0 +1,179 @@
+"""Every kernel on the GPU at hand: is it right, and how fast beside XLA's cuDNN and cuBLAS?
+
+    python -m experiments.benchmarks.kernels [PATTERN] [--out=FILE] [--seconds=600]
+
+A pass of a layer (`pallas_kernels.workloads`) is first checked against XLA's result of the same
+operands, then both are timed: the median over rounds that alternate, of one program that does the
+pass on several sets of random operands, larger together than the GPU's cache. Beside the times
+stand the floor (FLOPs and bytes at the datasheet's rates) and the ratio to XLA. The file is written
+after every pass, so that what was measured is there when the time is up.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from experiments.command import OneLineParser
+from pallas_kernels import Backend
+from pallas_kernels.inspect.lowering import Pass
+from pallas_kernels.inspect.roofline import GPU, GPUS, floor
+from pallas_kernels.workloads import Call, Workload, workloads
+
+_ROUNDS = 7
+_CACHE = 256 * 2**20  # bytes: several times the L2 cache of any GPU that is named here
+_TOLERANCE = 1e-2  # of the norm, for 16-bit operands
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One pass of one layer. Times are seconds for one call."""
+
+    workload: str
+    which: Pass
+    error: float
+    """‖kernel - XLA‖ / ‖XLA‖."""
+    kernel: float
+    xla: float
+    floor: float
+    bound: str
+    teraflops: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= _TOLERANCE
+
+    def line(self) -> str:
+        """The measurement in one line of text."""
+        return (
+            f"{self.workload:34} {self.which:16} {self.kernel * 1e6:9.1f} us "
+            f"{self.teraflops:6.0f} TFLOP/s   floor {self.floor * 1e6:8.1f} us ({self.bound})   "
+            f"XLA {self.xla * 1e6:9.1f} us   ratio {self.kernel / self.xla:5.2f}   "
+            f"error {self.error:.1e}{'' if self.right else '   WRONG'}"
+        )
+
+
+def main() -> None:
+    """Measure what the command asks for."""
+    parser = OneLineParser(__doc__ or "")
+    parser.add_argument("pattern", nargs="?", default="*", help='workloads, as "resnet50/*"')
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+    parser.add_argument("--seconds", type=float, default=600.0, help="stop after so many")
+    options = parser.parse_args()
+    chosen = workloads(options.pattern)
+    if not chosen:
+        parser.error(f"no workload matches {options.pattern!r}; pallas_kernels.workloads has them")
+    kind = jax.devices()[0].device_kind
+    gpu = next((gpu for gpu in GPUS.values() if gpu.device_kind == kind), None)
+    if gpu is None:
+        known = ", ".join(gpu.device_kind for gpu in GPUS.values())
+        parser.error(f"the device is {kind!r}, and this times kernels on one of: {known}")
+    found = _measure_all(chosen, gpu, options.out, deadline=time.monotonic() + options.seconds)
+    wrong = [each for each in found if not each.right]
+    ratio = statistics.geometric_mean(each.kernel / each.xla for each in found) if found else 0.0
+    print(
+        f"{len(found)} of {len(chosen) * len(get_args(Pass))} passes on {kind}: geometric mean of "
+        f"kernel / XLA {ratio:.2f}; {len(wrong)} wrong; all in {options.out}"
+    )
+    raise SystemExit(bool(wrong))
+
+
+def _measure_all(
+    chosen: list[Workload], gpu: GPU, out: Path, *, deadline: float
+) -> list[Measurement]:
+    found: list[Measurement] = []
+    for workload in chosen:
+        for which in get_args(Pass):
+            if time.monotonic() > deadline:
+                return found
+            found.append(measure(workload, which, gpu))
+            print(found[-1].line(), flush=True)
+            record = {
+                "device": gpu.device_kind,
+                "jax": jax.__version__,
+                "measurements": [asdict(each) for each in found],
+            }
+            part = out.with_name(out.name + ".part")
+            part.write_text(json.dumps(record, indent=1) + "\n")
+            part.replace(out)
+    return found
+
+
+def measure(
+    workload: Workload,
+    which: Pass,
+    gpu: GPU,
+    *,
+    kernel: Backend = "triton",
+    cache: int = _CACHE,
+    rounds: int = _ROUNDS,
+) -> Measurement:
+    """Checks and times one pass by `kernel` and by XLA, on operands larger than `cache` bytes."""
+    call = workload.call
+    sets = min(16, -(-cache // call.bytes_moved))
+    programs = {backend: _program(call, which, backend, sets) for backend in (kernel, "xla")}
+    ours, theirs = (programs[backend]()[0].astype(jnp.float32) for backend in (kernel, "xla"))
+    error = jnp.linalg.norm((ours - theirs).ravel()) / jnp.linalg.norm(theirs.ravel())
+    seconds: dict[str, list[float]] = {backend: [] for backend in programs}
+    for _ in range(rounds):
+        for backend, program in programs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(program())
+            seconds[backend].append((time.perf_counter() - started) / sets)
+    medians = {backend: statistics.median(times) for backend, times in seconds.items()}
+    flops = 2 * call.macs
+    least = floor(gpu, "operands", flops=flops, bytes_moved=call.bytes_moved)
+    return Measurement(
+        workload.name,
+        which,
+        float(error),
+        medians[kernel],
+        medians["xla"],
+        least.seconds,
+        least.bound,
+        flops / medians[kernel] / 1e12,
+    )
+
+
+def _program(call: Call, which: Pass, backend: Backend, sets: int) -> Callable[[], list[Array]]:
+    """A compiled program that does the pass on `sets` sets of operands, any backend's the same."""
+    function = call.function(backend=backend)
+    inputs: list[Any] = []
+    for index in range(sets):
+        operands = _random(jax.random.key(index), call.operands())
+        if which == "forward":
+            inputs.append(operands)
+            continue
+        name = list(operands)[0 if which == "input_gradient" else 1]
+        rest = {other: array for other, array in operands.items() if other != name}
+        y, pull = jax.vjp(
+            lambda array, rest=rest, name=name: function(**rest, **{name: array}), operands[name]
+        )
+        inputs.append((pull, jax.random.normal(jax.random.key(sets + index), y.shape, y.dtype)))
+
+    def run(inputs: list[Any]) -> list[Array]:
+        if which == "forward":
+            return [function(**operands) for operands in inputs]
+        return [pull(dy)[0] for pull, dy in inputs]
+
+    return partial(jax.jit(run).lower(inputs).compile(), inputs)
+
+
+def _random(key: Array, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(key, shape.shape, shape.dtype)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The command's arguments, and what it prints and returns.
+
+The exit status is 0 when all went well; 1 when the compiler refused a kernel; 2 when the question
+was wrong, with one line that says why; 130 after Ctrl-C.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from typing import Any, NoReturn, get_args
+
+import jax
+
+from pallas_kernels.blocks import Blocks
+from pallas_kernels.conv2d_algorithms import Layout
+from pallas_kernels.epilogue import Activation
+from pallas_kernels.inspect import compiler, report
+from pallas_kernels.inspect.architectures import ARCHITECTURES
+from pallas_kernels.inspect.lowering import Pass
+from pallas_kernels.inspect.query import NO_KERNEL, Query, inspect
+from pallas_kernels.inspect.roofline import GPU, GPUS, default_gpu
+from pallas_kernels.inspect.sweep import inspect_all
+from pallas_kernels.workloads import Call, Conv2d, Matmul, workloads
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_BLOCKS = "m=128,n=128,k=64,warps=4,stages=3,splits=1"
+
+_OPTIONS_OF: dict[str, set[str]] = {
+    "conv2d": {
+        "input", "kernel", "strides", "padding", "dilation", "groups", "layout", "bias", "residual",
+        "activation", "algorithm", "blocks", "pass", "dump",
+    },
+    "matmul": {"a", "b", "bias", "residual", "activation", "blocks", "pass", "dump"},
+    "--all": {"jobs"},
+}  # fmt: skip
+"""The options that only some questions have."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with one line and status 2."""
+        self.exit(2, f"error: {message}\n")
+
+    def refuse(self, extras: Sequence[str]) -> None:
+        """End if there are arguments that no option took."""
+        if extras:
+            known = [option for action in self._actions for option in action.option_strings]
+            extra = extras[0].partition("=")[0]
+            near = difflib.get_close_matches(extra, known, n=1, cutoff=0)[0]
+            self.error(f"unknown argument {extra}; the nearest is {near}")
+
+
+def main(arguments: Sequence[str] | None = None, *, description: str | None = None) -> int:
+    """Answer the question in `arguments`, by default the command line's; the exit status."""
+    parser = _parser(description)
+    options, extras = parser.parse_known_args(arguments)
+    parser.refuse(extras)
+    _check(options, parser)
+    jax.config.update("jax_platforms", "cpu")  # the GPU that is asked about need not be there
+    try:
+        return _answer_one(options) if options.all is None else _answer_all(options)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except compiler.CompilerError as error:
+        return _complain(f"error: {error}", 1)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return _complain(f"error: {str(error).splitlines()[0]}", 2)
+    except BrokenProcessPool:
+        return _complain("error: the compiler crashed; with --jobs=1 it says why", 1)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _complain(message: str, status: int) -> int:
+    print(message, file=sys.stderr)
+    return status
+
+
+def _parser(description: str | None) -> _Parser:
+    parser = _Parser(
+        prog="python -m pallas_kernels.inspect",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("operation", nargs="?", choices=("conv2d", "matmul"), help="one call of an operation")
+    add("--all", nargs="?", const="*", metavar="PATTERN", help="all of `workloads(PATTERN)`")
+    add("--dtype", help=f"{', '.join(_DTYPES)}; several with --all; by default bfloat16")
+    add("--precision", choices=("default", "high", "highest"), help="tf32, three of tf32, float32")
+    add("--arch", choices=list(ARCHITECTURES), help="by default that of --gpu")
+    add("--gpu", type=_gpu, help=f"{', '.join(GPUS)}; by default the first of --arch")
+    add("--json", action="store_true", help="an object a kernel; a list for several and for --all")
+    add = parser.add_argument_group("one call").add_argument
+    add("--pass", choices=get_args(Pass), help="by default forward")
+    add("--bias", action="store_true", default=None, help="add one number for each channel")
+    add("--residual", action="store_true", default=None, help="add an array of the output's shape")
+    add("--activation", choices=get_args(Activation), help="apply it to the sum")
+    add("--blocks", type=_blocks, metavar=_BLOCKS, help="the forward kernel's")
+    add("--dump", choices=("jaxpr", "ttir", "ptx", "sass"), help="print that in place of a report")
+    add = parser.add_argument_group("conv2d").add_argument
+    add("--input", type=_numbers(4), metavar="N,H,W,C", help="in --layout's order")
+    add("--kernel", type=_numbers(4), metavar="KH,KW,C/GROUPS,C_OUT")
+    add("--strides", type=_numbers(2), metavar="DOWN,ACROSS")
+    add("--padding", type=_padding, metavar="SAME|VALID|ROWS,COLUMNS|TOP,BOTTOM,LEFT,RIGHT")
+    add("--dilation", type=_numbers(2), metavar="DOWN,ACROSS")
+    add("--groups", type=int)
+    add("--layout", choices=get_args(Layout))
+    add("--algorithm", help="of the Triton backend; by default the one that it chooses")
+    add = parser.add_argument_group("matmul").add_argument
+    add("--a", type=_numbers(), metavar="M,K", help="or a batch of them, BATCH,M,K")
+    add("--b", type=_numbers(), metavar="K,N", help="or one for each of the batch, BATCH,K,N")
+    add = parser.add_argument_group("--all").add_argument
+    add("--jobs", type=int, help="processes; by default one a CPU")
+    return parser
+
+
+def _check(options: argparse.Namespace, parser: _Parser) -> None:
+    """End if the options do not make a question."""
+    if (options.all is None) == (options.operation is None):
+        parser.error("give one of conv2d, matmul and --all")
+    asked = options.operation or "--all"
+    for name in sorted(set.union(*_OPTIONS_OF.values()) - _OPTIONS_OF[asked]):
+        if getattr(options, name) is not None:
+            parser.error(f"--{name} is not an option of {asked}")
+    needed = {"conv2d": ("input", "kernel"), "matmul": ("a", "b"), "--all": ()}[asked]
+    for name in needed:
+        if getattr(options, name) is None:
+            parser.error(f"{asked} needs --{name}")
+    if options.arch is None and options.gpu is None:
+        parser.error(f"--arch must be given: {', '.join(ARCHITECTURES)}")
+    if options.gpu and options.arch not in (None, options.gpu.architecture):
+        parser.error(f"gpu={options.gpu.name} is {options.gpu.architecture}, not {options.arch}")
+    if options.blocks and getattr(options, "pass") not in (None, "forward"):
+        parser.error("--blocks are the forward kernel's: a gradient takes its own")
+    if options.json and options.dump:
+        parser.error("--dump prints text: give it or --json")
+    dtypes = (options.dtype or "bfloat16").split(",")
+    for dtype in dtypes:
+        if dtype not in _DTYPES:
+            parser.error(f"dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
+    if len(dtypes) > 1 and asked != "--all":
+        parser.error(f"dtype={options.dtype!r} must be one dtype, except with --all")
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"jobs={options.jobs} must be at least 1")
+    if options.dump not in ("jaxpr", "ttir") and (message := compiler.missing()):
+        parser.error(message)
+    options.dtypes = dtypes
+    options.gpu = options.gpu or default_gpu(str(options.arch))
+
+
+def _answer_one(options: argparse.Namespace) -> int:
+    query = Query(
+        _call(options),
+        options.gpu,
+        getattr(options, "pass") or "forward",
+        precision=options.precision,
+        algorithm=options.algorithm,
+        blocks=options.blocks,
+    )
+    if options.dump:
+        print(_dump(query, options.dump))
+        return 0
+    answers = inspect(query)
+    if options.json:
+        objects = [report.as_json(answer) for answer in answers]
+        print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2))
+    else:
+        print("\n\n".join(map(report.as_lines, answers)))
+    return 0
+
+
+def _call(options: argparse.Namespace) -> Call:
+    given: dict[str, Any] = {
+        "bias": options.bias or False,
+        "residual": options.residual or False,
+        "activation": options.activation,
+        "dtype": options.dtypes[0],
+    }
+    if options.operation == "matmul":
+        return Matmul(options.a, options.b, **given)
+    for name in ("strides", "padding", "dilation", "groups", "layout"):
+        if getattr(options, name) is not None:
+            given[name] = getattr(options, name)
+    return Conv2d(options.input, options.kernel, **given)
+
+
+def _dump(query: Query, stage: str) -> str:
+    trace = query.trace()
+    if stage == "jaxpr":
+        return trace.jaxpr
+    texts = [
+        launch.ttir if stage == "ttir" else getattr(query.compile(launch), stage)
+        for launch in trace.launches
+    ]
+    return "\n".join(texts) or f"no {stage}: {NO_KERNEL}"
+
+
+def _answer_all(options: argparse.Namespace) -> int:
+    found = workloads(options.all)
+    if not found:
+        networks = ", ".join(dict.fromkeys(workload.network for workload in workloads()))
+        raise ValueError(f"--all={options.all}: no workload has such a name; networks: {networks}")
+    queries = [
+        Query(
+            replace(workload.call, dtype=dtype),
+            options.gpu,
+            which,
+            precision=options.precision,
+            workload=workload,
+        )
+        for workload in found
+        for dtype in options.dtypes
+        for which in get_args(Pass)
+    ]
+    answers = inspect_all(queries, jobs=options.jobs or os.cpu_count() or 1, progress=_progress)
+    if options.json:
+        print(json.dumps([report.as_json(answer) for answer in answers], indent=2))
+    else:
+        print(report.as_table(answers))
+    refused = any(answer.launch and not answer.code for answer in answers)
+    return 1 if refused else 0
+
+
+def _progress(doing: str, done: int, total: int, seconds: float) -> None:
+    """One line that is written over on a terminal, and ten lines elsewhere."""
+    minutes, rest = divmod(round(seconds / done * (total - done)), 60)
+    line = f"{doing} {done} of {total}, {minutes} min {rest} s left"
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\r{line:<60}", end=end, file=sys.stderr, flush=True)
+    elif done == total or done * 10 // total > (done - 1) * 10 // total:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _gpu(text: str) -> GPU:
+    name = text.upper().replace(" ", "")
+    if name not in GPUS:
+        raise argparse.ArgumentTypeError(f"gpu={text!r} must be one of {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def _numbers(count: int | None = None) -> Callable[[str], tuple[int, ...]]:
+    def parse(text: str) -> tuple[int, ...]:
+        words = text.split(",")
+        if not all(word.isdecimal() and int(word) for word in words):
+            raise argparse.ArgumentTypeError(f"{text} must be whole numbers from 1 on")
+        if count is not None and len(words) != count:
+            raise argparse.ArgumentTypeError(f"{text} must be {count} numbers")
+        return tuple(map(int, words))
+
+    return parse
+
+
+def _padding(text: str) -> Any:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        if text in ("SAME", "VALID"):
+            return text
+    elif len(words) in (2, 4):
+        numbers = tuple(map(int, words))
+        if len(numbers) == 2:
+            return tuple((edge, edge) for edge in numbers)
+        return numbers[:2], numbers[2:]
+    raise argparse.ArgumentTypeError(
+        f"{text} must be SAME, VALID, ROWS,COLUMNS or TOP,BOTTOM,LEFT,RIGHT in pixels"
+    )
+
+
+def _blocks(text: str) -> Blocks:
+    sizes: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, size = word.partition("=")
+        if name not in Blocks.__dataclass_fields__ or not size.isdecimal():
+            raise argparse.ArgumentTypeError(f"{word!r} must be a field of {_BLOCKS}")
+        sizes[name] = int(size)
+    missing = [name for name in ("m", "n", "k") if name not in sizes]
+    if missing:
+        raise argparse.ArgumentTypeError(f"{text} must have {', '.join(missing)}")
+    try:
+        return Blocks(**sizes)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
