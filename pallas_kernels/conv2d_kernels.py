@@ -56,7 +56,7 @@ def default_algorithm(
     Batch-last images stay so where 8 of them fill a 16-byte load.
     """
     rows, columns = convolution.rows, convolution.columns
-    if convolution.depthwise:
+    if convolution.depthwise and convolution.groups > 1:
         return "shifted"
     unpadded_product = convolution.groups == 1 and direction == "forward"
     if unpadded_product and (rows.stride, columns.stride) == (1, 1):
@@ -92,10 +92,16 @@ def refusal(
 def covers(
     convolution: Convolution, images: int, dtype: DTypeLike, algorithm: Algorithm | None
 ) -> bool:
-    """Whether a kernel is the better guess on a GPU, before a tuner has measured."""
-    asked = algorithm in ("implicit_gemm", "direct_chwn")
+    """Whether a kernel is the better guess on a GPU, before a tuner has measured.
+
+    It is for batch-last images, which cuDNN would transpose, and what is asked for by name.
+    """
+    if algorithm is not None:
+        return algorithm in ("implicit_gemm", "direct_chwn")
+    pixels = images * convolution.rows.extent * convolution.columns.extent
+    countable = pixels * max(convolution.c_in, convolution.c_out) < launch.COUNTABLE
     batch_last = default_algorithm(convolution, images) == "direct_chwn"
-    return asked or (dtype in (jnp.bfloat16, jnp.float16) and algorithm is None and batch_last)
+    return dtype in (jnp.bfloat16, jnp.float16) and batch_last and countable
 
 
 def convolve(

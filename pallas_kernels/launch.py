@@ -41,6 +41,10 @@ Product = Literal["operands", "tf32", "tf32x3", "ieee"]
 that carry 21 bits, or in float32 on the CUDA cores. 16-bit operands are multiplied as they are."""
 
 
+COUNTABLE = 2**31
+"""Kernels count the elements of an array in 32 bits, so it must have fewer than this."""
+
+
 def resolve(
     operation: str, backend: str, *, available: Sequence[Backend], blocks: Any = None
 ) -> Backend:
@@ -50,6 +54,7 @@ def resolve(
 
     Raises:
       ValueError: `backend` is no backend's name, or `blocks` are given to XLA, which has none.
+      TypeError: `blocks` are no `Blocks`.
       NotImplementedError: `operation` has no such backend.
     """
     names = get_args(Backend)
@@ -61,6 +66,8 @@ def resolve(
         raise NotImplementedError(f"{operation} has no backend {chosen!r}; it has {there}")
     if chosen == "xla" and blocks is not None:
         raise ValueError(f"blocks={blocks!r} must be None with backend='xla': XLA has no blocks")
+    if not isinstance(blocks, Blocks | None):
+        raise TypeError(f"blocks={blocks!r} must be pallas_kernels.Blocks, or None")
     return chosen
 
 
@@ -133,7 +140,7 @@ def call(
         program turns out not to be for a GPU; or it is interpreted in a `shard_map` that checks.
     """
     for array in (*operands, *out):
-        if array.size >= 2**31:
+        if array.size >= COUNTABLE:
             raise NotImplementedError(
                 f"an array of shape {array.shape} has {array.size} elements, but kernels count "
                 "in 32 bits: use backend='xla', or shard it"

@@ -323,13 +323,15 @@ def matmul(
         or its forward-mode derivative was asked for.
     """
     epilogue.check_floating(a=a, b=b)
+    _check_operands(a, b)
     dtype = jnp.promote_types(a.dtype, b.dtype)
-    kernel_first = launch.platform() == "gpu" and dtype in (jnp.bfloat16, jnp.float16)
+    shape = (*a.shape[:-1], b.shape[-1])
+    countable = max(a.size, b.size, prod(shape)) < launch.COUNTABLE
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    kernel_first = launch.platform() == "gpu" and half and countable
     backend = launch.resolve(
         "matmul", backend, available=launch.ranked(kernel_first), blocks=blocks
     )
-    _check_operands(a, b)
-    shape = (*a.shape[:-1], b.shape[-1])
     epilogue.check(shape, bias=bias, residual=residual, activation=activation)
     a, b = a.astype(dtype), b.astype(dtype)
     out_dtype = jnp.dtype(out_dtype or dtype)

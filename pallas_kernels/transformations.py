@@ -3,8 +3,10 @@
 grad       `jax.custom_vjp`, in the kernel's own file.
 jvp        refused by `prepared`, with the name of the backend that has it.
 vmap       `batched`: one launch with one more batch axis, or one after another.
-jit on a mesh   `partitioned`: each device launches on its own shard. Without it XLA would gather
-           the operands and every device would do all the work.
+shard_map  `prepared` makes the operands vary over the same axes of the mesh.
+jit        on a mesh: `partitioned`, each device launches on its own shard. Without it XLA would
+           gather the operands, and every device would do all the work. Where the arrays' types
+           say how they are split (explicit axes), `typed` says how the result is.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels import launch
+from pallas_kernels import Blocks, launch
 
 
 def test_auto_is_the_first_that_is_there():
@@ -30,7 +30,13 @@ def test_an_unknown_backend_is_answered_with_the_known_ones():
 def test_xla_has_no_blocks():
     with pytest.raises(ValueError, match="blocks=128 must be None with backend='xla'"):
         launch.resolve("f", "auto", available=("xla",), blocks=128)
-    assert launch.resolve("f", "triton", available=("xla", "triton"), blocks=128) == "triton"
+
+
+def test_kernels_have_blocks_and_no_bare_numbers():
+    sizes = Blocks(16, 16, 16)
+    assert launch.resolve("f", "triton", available=("xla", "triton"), blocks=sizes) == "triton"
+    with pytest.raises(TypeError, match=r"blocks=128 must be pallas_kernels\.Blocks"):
+        launch.resolve("f", "triton", available=("xla", "triton"), blocks=128)
 
 
 def test_platform_is_the_default_backend_without_a_mesh():
