@@ -376,7 +376,12 @@ def default_blocks(
     blocks = matmul_blocks(
         shape, dtype, product=product, batch=batch, crowded=crowded or sums, splits=sums
     )
-    return replace(blocks, m=max(blocks.m, 64), k=min(blocks.k, 32)) if narrow else blocks
+    # Both addresses of a gradient change in every step: deeper tiles spill, on sm_80 or elsewhere.
+    if narrow:
+        return replace(blocks, m=max(blocks.m, 64), k=min(blocks.k, 32))
+    if sums and blocks.m * blocks.n == 128 * 64:
+        return replace(blocks, k=min(blocks.k, 32))
+    return blocks
 
 
 def search_space(

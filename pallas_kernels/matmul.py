@@ -429,7 +429,7 @@ def default_blocks(
         parts *= 2
     # Warps and stages that spill nowhere; the same tile with others does, on one or the other.
     warps = 8 if tile_m * tile_n == 128 * 128 else 4
-    stages = 2 if warps == 8 and wide else 4 if tile_m * tile_n <= 64 * 64 else 3
+    stages = 2 if warps == 8 and wide else 4 if tile_m * tile_n == 64 * 64 else 3
     return Blocks(tile_m, tile_n, tile_k, warps=warps, stages=stages, splits=parts)
 
 
