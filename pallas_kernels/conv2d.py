@@ -6,7 +6,7 @@ y[b, p, q, o] = activation(Σ_{i, j, c} x[b, p·stride + i·dilation - top, …,
 This is the cross-correlation that the field calls convolution. FLOPs: 2·b·pixels·kh·kw·c_in/groups
 ·c_out. Bytes at best: x, w, bias and residual read once and y written once; the epilogue adds no
 pass over y. Low precision is accumulated in float32. Kept for the backward pass: x, w and what
-`epilogue` keeps, never a copy of x for each tap.
+`epilogue` keeps, never a copy of x for each tap, except by the kernels' `im2col`.
 
 The three passes of training (the output, the gradient of x, the gradient of w) are three different
 computations, and the fastest algorithm for one is not the fastest for another. `conv2d_algorithms`
@@ -156,6 +156,7 @@ def conv2d(
         its forward-mode derivative was asked for.
     """
     _check_operands("x", x, w, layout, algorithm)
+    x, w = jnp.asarray(x), jnp.asarray(w)
     size = dict(zip(layout, x.shape, strict=True))
     rows, columns = windows.resolve(
         (size["H"], size["W"]), _taps(w), strides=strides, padding=padding, dilation=dilation
@@ -217,8 +218,12 @@ def conv2d_transpose(
         which `conv2d` makes no image of y's.
     """
     _check_operands("y", y, w, layout, algorithm)
+    y, w = jnp.asarray(y), jnp.asarray(w)
     extent = dict(zip(layout, y.shape, strict=True))
     counts = extent["H"], extent["W"]
+    if size is not None:
+        windows.check_pair("size", size)
+    windows.check(_taps(w), strides=strides, padding=padding, dilation=dilation)
     resolve = partial(
         windows.resolve, size=_taps(w), strides=strides, padding=padding, dilation=dilation
     )
@@ -260,11 +265,12 @@ def _with_epilogue(
     kernel_first = launch.platform() == "gpu" and conv2d_kernels.covers(
         convolution, source.shape[layout.index("N")], dtype, algorithm
     )
+    operation = "conv2d" if direction == "forward" else "conv2d_transpose"
     backend = launch.resolve(
-        "conv2d", backend, available=launch.ranked(kernel_first), blocks=blocks
+        operation, backend, available=launch.ranked(kernel_first), blocks=blocks
     )
-    out_dtype = jnp.dtype(out_dtype or dtype)
-    if backend == "xla" or 0 in (*source.shape, *w.shape):
+    out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
+    if backend == "xla" or 0 in (*source.shape, *w.shape, *shape):
         algorithms = _choose(algorithm if backend == "xla" else None, convolution)
         adjoint = direction == "transposed"
         compute = _convolve_transpose if adjoint else _convolve
@@ -319,8 +325,10 @@ def _check_operands(name: str, images: Array, w: Array, layout: str, algorithm: 
 def _check_channels(name: str, channels: int, kernel: tuple[int, ...], groups: int) -> None:
     """Checks the channels of the images that are given, c_in of x or c_out of y, with w's."""
     _, _, c_in_per_group, c_out = kernel
+    if not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"groups={groups!r} must be a whole number of at least 1")
     for each, count in ((name, channels), ("c_out", c_out)):
-        if groups < 1 or count % groups:
+        if count % groups:
             raise ValueError(f"groups={groups} must divide {each}={count}")
     if name == "c_in" and c_in_per_group * groups != channels:
         raise ValueError(

@@ -137,12 +137,14 @@ def convolve(
     images = [
         " ".join({**names, "C": channels}[axis] for axis in layout) for channels in (inner, outer)
     ]
-    out = images[1].replace("h", "_").replace("w", "_")
+    out = images[1].replace("h", "p").replace("w", "q")
+    weights = f"i j {'c' if groups == 1 else '_'} {o}"
     return typed(
         partial(_convolve, problem, algorithm, convolution),
         [source, w, *terms],
-        [images[0], f"i j {'c' if groups == 1 else '_'} {o}", *["_"] * len(terms)],
-        out,
+        [images[0], weights, *[outer] * problem.biased, *[out] * problem.added],
+        " ".join("_" if axis in "pq" else axis for axis in out.split(" ")),
+        sizes={"g": groups},
     )
 
 
@@ -177,13 +179,19 @@ def _shifted(
     source: Array, w: Array, convolution: Convolution, direction: Direction
 ) -> Float[Array, "b h w c"]:
     """Elementwise products of shifted images: depthwise."""
-    run = partial(conv2d_algorithms.run, "shifted", w=w, convolution=convolution, dtype=jnp.float32)
+
+    # The backward pass shifts again: a copy of the images for each tap is not kept.
+    @jax.checkpoint
+    def run(x: Array, w: Array) -> Array:
+        return conv2d_algorithms.run("shifted", x, w, convolution, jnp.float32)
+
     if direction == "forward":
-        return run(source)
+        return run(source, w)
     rows, columns = convolution.rows, convolution.columns
     shape = (source.shape[0], rows.extent, columns.extent, convolution.c_in)
     image = jax.ShapeDtypeStruct(shape, source.dtype)
-    (x,) = jax.linear_transpose(lambda x: run(x), image)(source.astype(jnp.float32))
+    transpose = jax.linear_transpose(lambda x: run(x, w), image)
+    (x,) = transpose(source.astype(jnp.float32))
     return x
 
 

@@ -66,6 +66,8 @@ def gather(
     out = jax.ShapeDtypeStruct(
         (shape[0] * down.extent * across.extent * images,), problem.out_dtype
     )
+    if 0 in shape:
+        return [jnp.zeros(shape, problem.out_dtype)] * (1 + problem.keeps)
     outputs = launch.call(
         partial(_gather, problem=problem, blocks=blocks, sizes=(m, n, inner), images=images),
         *(operand.reshape(-1) for operand in (source, w, *rest)),

@@ -3,8 +3,9 @@
 All of it is float32 (float64 for float64 operands); one cast at the end. A kernel that holds the
 accumulator in registers applies this to its block; the XLA path hands it to XLA, which fuses it.
 
-Kept for the backward pass: for relu one byte an element (which of them were positive), for the
-smooth activations their float32 argument, from which they are computed again.
+Kept for the backward pass by XLA: for relu one byte an element (which of them were positive), for
+the smooth activations their float32 argument, from which they are computed again. By the kernels:
+for relu the result itself, for the smooth ones their argument, both in the result's dtype.
 """
 
 from collections.abc import Callable
@@ -59,6 +60,8 @@ def check_floating(**operands: Array) -> None:
       TypeError: the dtype of one of them is not floating.
     """
     for name, operand in operands.items():
+        if not hasattr(operand, "dtype"):
+            raise TypeError(f"{name} of type {type(operand).__name__} must be an array")
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise TypeError(f"{name} of dtype {operand.dtype} must be floating")
 
@@ -76,6 +79,9 @@ def check(
     Raises:
       ValueError: `bias` is not [channels], `residual` not of `shape`, or `activation` unknown.
     """
+    for name, term in (("bias", bias), ("residual", residual)):
+        if term is not None and not hasattr(term, "shape"):
+            raise TypeError(f"{name} of type {type(term).__name__} must be an array")
     channels = shape[channel_axis]
     if bias is not None and bias.shape != (channels,):
         raise ValueError(f"bias of shape {bias.shape} must be ({channels},), one for each channel")
@@ -143,9 +149,8 @@ def transpose(
     `kept` is the argument where `keeps_argument`, else the result.
     """
     gradient = gradient.astype(jnp.float32)
-    if activation is None:
+    if activation is None or kept is None:
         return gradient
-    assert kept is not None
     if activation == "relu":
         return jnp.where(kept > 0, gradient, 0)
     _, pull = jax.vjp(_FUNCTIONS[activation], kept.astype(jnp.float32))

@@ -116,6 +116,8 @@ def gather(
     out = jax.ShapeDtypeStruct(
         (images * down.extent * across.extent * shape[3],), problem.out_dtype
     )
+    if 0 in shape:
+        return [jnp.zeros(shape, problem.out_dtype)] * (1 + problem.keeps)
     outputs = launch.call(
         partial(_gather, problem=problem, blocks=blocks, sizes=(m, n, inner)),
         *(operand.reshape(-1) for operand in (source, w, *rest)),

@@ -77,9 +77,14 @@ def ranked(kernel_first: bool) -> tuple[Backend, ...]:
 
 
 def platform() -> str:
-    """The hardware of this trace, "cpu", "gpu" or "tpu": the mesh in use, else JAX's default."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.platform
+    """The hardware of this trace, "cpu", "gpu" or "tpu": of the mesh in use, else the default."""
+    device = (
+        jax.sharding.get_abstract_mesh().abstract_device or jax.config.values["jax_default_device"]
+    )
+    if device is None:
+        name = jax.default_backend()
+    else:
+        name = device if isinstance(device, str) else device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
@@ -143,7 +148,7 @@ def call(
         if array.size >= COUNTABLE:
             raise NotImplementedError(
                 f"an array of shape {array.shape} has {array.size} elements, but kernels count "
-                "in 32 bits: use backend='xla', or shard it"
+                "in 32 bits: use backend='xla'"
             )
     moved = sum(array.size * array.dtype.itemsize for array in (*operands, *out))
     first, *others = operands

@@ -11,8 +11,9 @@ applies the epilogue and writes. Where m n is too small to fill a GPU and k is l
 share a tile and XLA adds their sums, always in the same order. Either operand may be stored
 transposed, so the gradients are the same kernel.
 
-What the compiler makes of a 4096³ bfloat16 product on sm_90 (Triton 3.9). Below 1 issue slot a
-matrix cycle the Tensor Cores set the pace, above it the addressing:
+What the compiler makes of a 4096³ bfloat16 product on sm_90 (Triton 3.9), in instructions issued
+while the Tensor Cores work for a cycle. It counts 4,096 multiply-adds to such a cycle; the
+datasheet's 989 TFLOP/s come to half of that, so that below 2 the Tensor Cores set the pace:
 
   m×n×k, warps, stages      registers   loop   issue slots
   128×256×64, 8, 3              163      100      0.39      the default
@@ -226,7 +227,12 @@ def _on_any_mesh(a: Array, b: Array, *rest: Array, problem: _Problem) -> list[Ar
 
     def rule(size, has_axis, operands):
         bias_moves = problem.biased and has_axis[2]
-        if bias_moves or any(x.ndim > 2 + has for x, has in zip(operands, has_axis, strict=True)):
+        product_moves = has_axis[0] or has_axis[1]
+        if (
+            bias_moves
+            or not product_moves
+            or any(x.ndim > 2 + has for x, has in zip(operands, has_axis, strict=True))
+        ):
             return one_after_another(call, size, has_axis, operands)
         a, b, *rest = operands
         if problem.added and not has_axis[-1]:
@@ -324,6 +330,7 @@ def matmul(
     """
     epilogue.check_floating(a=a, b=b)
     _check_operands(a, b)
+    a, b = jnp.asarray(a), jnp.asarray(b)
     dtype = jnp.promote_types(a.dtype, b.dtype)
     shape = (*a.shape[:-1], b.shape[-1])
     countable = max(a.size, b.size, prod(shape)) < launch.COUNTABLE
@@ -334,7 +341,7 @@ def matmul(
     )
     epilogue.check(shape, bias=bias, residual=residual, activation=activation)
     a, b = a.astype(dtype), b.astype(dtype)
-    out_dtype = jnp.dtype(out_dtype or dtype)
+    out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     if backend == "xla":
         return epilogue.apply(
             _xla_product(a, b, precision),
@@ -358,7 +365,12 @@ def matmul(
     return typed(
         partial(_batched_product, problem),
         [a, b, *terms],
-        [f"{images} m k".strip(), axes_of_b, *["n"] * problem.biased, *["_"] * problem.added],
+        [
+            f"{images} m k".strip(),
+            axes_of_b,
+            *["n"] * problem.biased,
+            *[f"{images} m n".strip()] * problem.added,
+        ],
         f"{images} m n".strip(),
     )
 

@@ -9,7 +9,8 @@ jit        on a mesh: `partitioned`, each device launches on its own shard. With
            say how they are split (explicit axes), `typed` says how the result is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -119,7 +120,7 @@ def partitioned(
 
     def partition(mesh, arguments, results):
         given = jax.tree.leaves((arguments, results))
-        placed = _placed([*operand_axes, *output_axes], given, gathers)
+        placed = _placed([*operand_axes, *output_axes], given, mesh, gathers=gathers, sizes=sizes)
         summed = [placed[axis] for axis in sums_over if axis in placed]
 
         def shardings(all_axes):
@@ -155,14 +156,18 @@ def partitioned(
 
 
 def typed(
-    function: Callable[..., Array], arrays: Sequence[Array], operands: Sequence[str], output: str
+    function: Callable[..., Array],
+    arrays: Sequence[Array],
+    operands: Sequence[str],
+    output: str,
+    sizes: Mapping[str, int] | None = None,
 ) -> Array:
     """`function` of arrays, whose result is split as the axes it shares with the arrays are."""
     types = [jax.typeof(array) for array in arrays]
     meshes = [each.sharding.mesh for each in types if each.sharding.mesh.explicit_axes]
     if not meshes:
         return function(*arrays)
-    placed = _placed([_split(each) for each in operands], types, gathers=())
+    placed = _placed([_split(each) for each in operands], types, meshes[0], sizes=sizes)
     out = PartitionSpec(*(placed.get(axis) for axis in _split(output)))
     inside: Any = jax.sharding.auto_axes(function, out_sharding=out)
     with jax.sharding.use_abstract_mesh(meshes[0]):
@@ -170,15 +175,31 @@ def typed(
 
 
 def _placed(
-    axes: Sequence[Sequence[str]], arrays: Sequence[Any], gathers: Sequence[str]
+    axes: Sequence[Sequence[str]],
+    arrays: Sequence[Any],
+    mesh: Any,
+    *,
+    gathers: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The mesh's axes over which each named axis is split: the first array that says so decides."""
+    """The mesh's axes over which each named axis is split: the first array that says so decides.
+
+    Only where the parts are equal: XLA would pad the last one, with numbers that a sum would count.
+    And no axis of the mesh splits two: what comes second is gathered. "_" is nobody's name.
+    """
     placed: dict[str, Any] = {}
+    used: set[str] = set()
     for names, array in zip(axes, arrays, strict=True):
-        for name, mesh_axes in zip(names, array.sharding.spec, strict=False):
-            taken = mesh_axes in placed.values()
-            if mesh_axes is not None and name not in gathers and not taken:
-                placed.setdefault(name, mesh_axes)
+        spec = getattr(array.sharding, "spec", ())  # none where other axes of the mesh are manual
+        for name, size, entry in zip(names, array.shape, spec, strict=False):
+            if entry is None or name in gathers or name in placed or name == "_":
+                continue
+            over = entry if isinstance(entry, tuple) else (entry,)
+            parts = prod(mesh.shape[axis] for axis in over)
+            whole = sizes[name] if sizes and name in sizes else size
+            if whole % parts == 0 and used.isdisjoint(over):
+                placed[name] = entry
+                used.update(over)
     return placed
 
 

@@ -93,16 +93,21 @@ def resolve(
       ValueError: a size, stride or dilation is below 1, padding is negative or an unknown rule, or
         no window fits the padded image.
     """
-    for name, pair in (("window", size), ("strides", strides), ("dilation", dilation)):
-        if not _is_pair(pair) or not all(map(_is_whole, pair)) or min(pair) < 1:
-            raise ValueError(f"{name}={pair} must be (down, across), whole and each at least 1")
-    if not isinstance(padding, str) and not (_is_pair(padding) and all(map(_is_pair, padding))):
-        raise ValueError(f"padding={padding} must be a rule or ((top, bottom), (left, right))")
+    check(size, strides=strides, padding=padding, dilation=dilation)
     rows, columns = (
         _along(*axis, padding if isinstance(padding, str) else padding[index])
         for index, axis in enumerate(zip(image, size, strides, dilation, strict=True))
     )
     return rows, columns
+
+
+def check(size: Pair, *, strides: Pair, padding: Padding, dilation: Pair = (1, 1)) -> None:
+    """Refuses windows that fit no image: see `resolve`."""
+    for name, pair in (("window", size), ("strides", strides), ("dilation", dilation)):
+        if not _is_pair(pair) or not all(map(_is_whole, pair)) or min(pair) < 1:
+            raise ValueError(f"{name}={pair} must be (down, across), whole and each at least 1")
+    if not isinstance(padding, str) and not (_is_pair(padding) and all(map(_is_pair, padding))):
+        raise ValueError(f"padding={padding} must be a rule or ((top, bottom), (left, right))")
 
 
 def smallest(counts: Pair, size: Pair, strides: Pair, padding: Padding, dilation: Pair) -> Pair:
@@ -116,7 +121,18 @@ def smallest(counts: Pair, size: Pair, strides: Pair, padding: Padding, dilation
             counts, size, strides, dilation, edges, strict=True
         )
     )
+    if min(height, width) < 0:
+        raise ValueError(
+            f"padding={padding} leaves nothing of an image of {(height, width)} pixels for "
+            f"{counts} windows of {size}"
+        )
     return height, width
+
+
+def check_pair(name: str, pair: object) -> None:
+    """Refuses what is not (down, across) in whole numbers."""
+    if not _is_pair(pair) or not all(map(_is_whole, pair)):  # pyright: ignore[reportArgumentType]
+        raise ValueError(f"{name}={pair!r} must be (down, across), whole")
 
 
 def _is_whole(value: object) -> bool:
@@ -130,7 +146,7 @@ def _is_pair(value: object) -> bool:
 def _along(
     extent: int, taps: int, stride: int, dilation: int, padding: str | tuple[int, int]
 ) -> Windows:
-    bare = Windows(extent, taps, stride, dilation, before=0, after=0)
+    bare = Windows(*map(int, (extent, taps, stride, dilation)), before=0, after=0)
     match padding:
         case "VALID":
             before, after = 0, 0
@@ -144,7 +160,7 @@ def _along(
                 raise ValueError(f"padding={padding} must not be negative: slice the image instead")
         case rule:
             raise ValueError(f"padding={rule!r} must be 'SAME', 'VALID' or pixels")
-    windows = replace(bare, before=before, after=after)
+    windows = replace(bare, before=int(before), after=int(after))
     if windows.count < 1:
         raise ValueError(
             f"a window that spans {windows.span} pixels does not fit {extent} pixels "
