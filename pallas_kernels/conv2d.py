@@ -325,10 +325,10 @@ def _check_operands(name: str, images: Array, w: Array, layout: str, algorithm: 
 def _check_channels(name: str, channels: int, kernel: tuple[int, ...], groups: int) -> None:
     """Checks the channels of the images that are given, c_in of x or c_out of y, with w's."""
     _, _, c_in_per_group, c_out = kernel
-    if not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups={groups!r} must be a whole number of at least 1")
+    if not isinstance(groups, int):
+        raise TypeError(f"groups={groups!r} must be a whole number")
     for each, count in ((name, channels), ("c_out", c_out)):
-        if count % groups:
+        if groups < 1 or count % groups:
             raise ValueError(f"groups={groups} must divide {each}={count}")
     if name == "c_in" and c_in_per_group * groups != channels:
         raise ValueError(

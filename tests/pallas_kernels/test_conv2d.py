@@ -20,6 +20,10 @@ from tests.pallas_kernels.references import ACTIVATIONS, Epilogue, assert_agrees
 
 ALGORITHMS = ("direct", "im2col", "shifted")
 
+# On a CPU, XLA of jax 0.12 adds up the bfloat16 gradients of some products in bfloat16: a 1×1
+# kernel's was off by 1.2e-2 where 0.10 and the kernels stay below 1e-2.
+BY_XLA = {jnp.bfloat16: 4e-2}
+
 
 @given(
     direction=st.sampled_from([forward, transposed]),
@@ -29,7 +33,8 @@ ALGORITHMS = ("direct", "im2col", "shifted")
     dtype=st.sampled_from([jnp.float32, jnp.float32, jnp.bfloat16]),
 )
 def test_every_pass_agrees_with_loops(direction, case, algorithm, layout, dtype):
-    assert_agrees(*direction(case, layout=layout, algorithm=algorithm), Epilogue(dtype))
+    call = direction(case, layout=layout, algorithm=algorithm)
+    assert_agrees(*call, Epilogue(dtype), tolerance=BY_XLA.get(dtype))
 
 
 SPECIAL = {
@@ -60,7 +65,9 @@ def test_special_forms_agree_with_loops(name, options):
     algorithm = word if word in ("pointwise", "patches") else None
     options = {"backend": "xla", "dtype": jnp.float32} | options
     epilogue = Epilogue(options.pop("dtype"))
-    assert_agrees(*forward(SPECIAL[name], algorithm=algorithm, **options), epilogue)
+    tolerance = BY_XLA.get(epilogue.dtype) if options["backend"] == "xla" else None
+    call = forward(SPECIAL[name], algorithm=algorithm, **options)
+    assert_agrees(*call, epilogue, tolerance=tolerance)
 
 
 def test_reference_agrees_with_loops():
