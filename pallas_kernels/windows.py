@@ -7,7 +7,7 @@ after. With a stride above 1 that is not symmetric padding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,8 +101,8 @@ def resolve(
     return rows, columns
 
 
-def check(size: Pair, *, strides: Pair, padding: Padding, dilation: Pair = (1, 1)) -> None:
-    """Refuses windows that fit no image: see `resolve`."""
+def check(size: Any, *, strides: Any, padding: Any, dilation: Any = (1, 1)) -> None:
+    """Refuses what is no size, stride, padding or dilation: see `resolve`."""
     for name, pair in (("window", size), ("strides", strides), ("dilation", dilation)):
         if not _is_pair(pair) or not all(map(_is_whole, pair)) or min(pair) < 1:
             raise ValueError(f"{name}={pair} must be (down, across), whole and each at least 1")

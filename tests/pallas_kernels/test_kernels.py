@@ -20,7 +20,7 @@ from tests.pallas_kernels.arrays import float64, quick_jit
 from tests.pallas_kernels.convolutions import cases, forward, transposed
 from tests.pallas_kernels.references import assert_agrees, epilogues, product
 
-FEW, MANY = int(os.environ.get("CONVJAX_DRAWS", "8")), 500
+FEW, MANY = int(os.environ.get("CONVJAX_DRAWS", "5")), 500
 
 
 @pytest.fixture(params=[FEW, pytest.param(MANY, marks=pytest.mark.slow)])
