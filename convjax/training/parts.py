@@ -143,6 +143,11 @@ def _network(config: ModelConfig, num_classes: int, image_shape: tuple[int, int,
         if field in config.fields:
             given_by = "the data" if field == "num_classes" else f"model.{field}"
             raise ConfigError(f"model.fields.{field} must be left out: {given_by} gives it")
+    if config.backend == "triton" and jax.default_backend() != "gpu":
+        here = jax.default_backend()
+        raise ConfigError(
+            f"model.backend='triton' needs an NVIDIA GPU, and this machine has a {here}"
+        )
     try:
         model = create_model(
             config.name,

@@ -23,7 +23,7 @@ def test_a_config_makes_all_its_parts(path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model.backend", "triton", "conv2d has no backend 'triton'"),
+        ("model.backend", "triton", "'triton' needs an NVIDIA GPU"),
         ("model.fields.widths", "(4, 8)", r"widths=\(4, 8\) must be equally long"),
         ("model.fields.shortcut", "projction", "shortcut='projction' must be one of"),
         ("model.fields.widths", "3", "model: "),
