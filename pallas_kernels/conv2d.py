@@ -9,35 +9,25 @@ pass over y. Low precision is accumulated in float32. Kept for the backward pass
 `epilogue` keeps, never a copy of x for each tap, except by the kernels' `im2col`.
 
 The three passes of training (the output, the gradient of x, the gradient of w) are three different
-computations, and the fastest algorithm for one is not the fastest for another. `conv2d_algorithms`
-has XLA's algorithms and chooses among them; `conv2d_kernels` does so for the Pallas kernels
+computations, and the fastest algorithm for one is not the fastest for another. `conv2d_xla` has
+those of XLA, of which `conv2d_algorithms` is the list; `conv2d_kernels` has the Pallas kernels
 `implicit_gemm` and `direct_chwn`. `conv2d_transpose` is the adjoint: for any x and y of fitting
 shapes, ⟨conv2d(x, w), y⟩ = ⟨x, conv2d_transpose(y, w)⟩.
 """
 
-from functools import partial, reduce
-from operator import add
+from functools import partial
+from operator import index
 from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import conv2d_kernels, epilogue, launch, windows
+from pallas_kernels import calls, conv2d_kernels, conv2d_xla, epilogue, launch, windows
 from pallas_kernels.blocks import Blocks
-from pallas_kernels.conv2d_algorithms import (
-    Algorithm,
-    Algorithms,
-    Convolution,
-    Kernel,
-    Layout,
-    default_algorithms,
-    refusal,
-    run,
-)
+from pallas_kernels.conv2d_algorithms import Algorithm, Convolution, Kernel, Layout
 from pallas_kernels.epilogue import Activation
 from pallas_kernels.launch import Backend
 from pallas_kernels.taps import Direction
@@ -78,32 +68,6 @@ def reference(
     )
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _convolve(x: Array, w: Array, convolution: Convolution, algorithms: Algorithms) -> Array:
-    """x * w, accumulated and returned in float32, or in float64 for float64."""
-    accumulator = jnp.promote_types(x.dtype, jnp.float32)
-    return run(algorithms.forward, x, w, convolution, accumulator)
-
-
-# Keeps its operands for the backward pass, not the copies that an algorithm makes of them.
-_run_keeping_operands = jax.checkpoint(run, static_argnums=(0, 3, 4))
-
-
-@partial(_convolve.defjvp, symbolic_zeros=True)
-def _convolve_jvp(convolution, algorithms, primals, tangents):
-    # The tangent is linear in (dx, dw) and its transpose is the gradient. So this is where each
-    # pass gets its own algorithm, and where bfloat16 operands get bfloat16 products backward too.
-    (x, w), (dx, dw) = primals, tangents
-    _, input_gradient, kernel_gradient = algorithms
-    y = _convolve(x, w, convolution, algorithms)
-    terms = []
-    if not isinstance(dx, SymbolicZero):
-        terms.append(_run_keeping_operands(input_gradient, dx, w, convolution, x.dtype))
-    if not isinstance(dw, SymbolicZero):
-        terms.append(_run_keeping_operands(kernel_gradient, x, dw, convolution, x.dtype))
-    return y, reduce(add, terms).astype(y.dtype)
-
-
 def conv2d(
     x: Float[Array, "_ _ _ _"],
     w: Kernel,
@@ -142,8 +106,9 @@ def conv2d(
         Cores).
       backend: "xla", differentiable any number of times in either mode; "triton", the kernels, on a
         GPU, any number of times in reverse mode; "interpret", the kernels' arithmetic on any
-        hardware; "auto", XLA, except that on a GPU batch-last images go to the kernel made for
-        them, which cuDNN would transpose.
+        hardware; "auto", what the tuner measured to be the fastest for each pass (`tune`), else
+        XLA, except that on a GPU batch-last 16-bit images go to the kernel made for them, which
+        cuDNN would transpose. Where "auto" is a kernel, it has a kernel's derivatives.
       algorithm: the way to do all three passes; by default the backend's own choice for each
         (`conv2d_algorithms.default_algorithms`, `conv2d_kernels.default_algorithm`).
       blocks: the forward kernel's; by default the kernel's own `default_blocks`.
@@ -262,8 +227,13 @@ def _with_epilogue(
     )
     dtype = jnp.promote_types(source.dtype, w.dtype)
     source, w = source.astype(dtype), w.astype(dtype)
-    kernel_first = launch.platform() == "gpu" and conv2d_kernels.covers(
-        convolution, source.shape[layout.index("N")], dtype, algorithm
+    images = source.shape[layout.index("N")]
+    call = None
+    if backend == "auto" and algorithm is None and blocks is None:
+        terms = {"bias": bias is not None, "residual": residual is not None}
+        call = _call(images, convolution, dtype, activation=activation, **terms)
+    kernel_first = launch.platform() == "gpu" and conv2d_kernels.preferred(
+        convolution, images, dtype, algorithm, call
     )
     operation = "conv2d" if direction == "forward" else "conv2d_transpose"
     backend = launch.resolve(
@@ -271,11 +241,11 @@ def _with_epilogue(
     )
     out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     if backend == "xla" or 0 in (*source.shape, *w.shape, *shape):
-        algorithms = _choose(algorithm if backend == "xla" else None, convolution)
+        plan = conv2d_xla.plan(convolution, algorithm if backend == "xla" else None, call)
         adjoint = direction == "transposed"
-        compute = _convolve_transpose if adjoint else _convolve
+        compute = conv2d_xla.convolve_transpose if adjoint else conv2d_xla.convolve
         return epilogue.apply(
-            compute(source, w, convolution, algorithms),
+            compute(source, w, convolution, plan),
             bias=bias,
             residual=residual,
             activation=activation,
@@ -285,21 +255,31 @@ def _with_epilogue(
     return conv2d_kernels.convolve(
         source, w, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype,
         convolution=convolution, direction=direction, algorithm=algorithm, blocks=blocks,
-        backend=backend,
+        backend=backend, call=call,
     )  # fmt: skip
 
 
-def _convolve_transpose(
-    y: Array, w: Array, convolution: Convolution, algorithms: Algorithms
-) -> Array:
-    """The transpose of what computes the gradient of x: differentiable, like it, in both modes."""
-    rows, columns = convolution.rows, convolution.columns
-    size = {"N": y.shape[convolution.layout.index("N")], "C": convolution.c_in}
-    size |= {"H": rows.extent, "W": columns.extent}
-    x = jax.ShapeDtypeStruct(tuple(size[axis] for axis in convolution.layout), y.dtype)
-    forward = partial(run, algorithms.input_gradient, w=w, convolution=convolution, dtype=y.dtype)
-    (result,) = jax.linear_transpose(lambda x: forward(x), x)(y)
-    return result.astype(jnp.promote_types(y.dtype, jnp.float32))
+def _call(
+    images: int, convolution: Convolution, dtype: DTypeLike, *, bias: bool, residual: bool,
+    activation: Activation | None,
+) -> calls.Conv2d:  # fmt: skip
+    """The call of `conv2d` that the tuner is asked about."""
+    rows, columns, layout = convolution.rows, convolution.columns, convolution.layout
+    size = {"N": images, "H": rows.extent, "W": columns.extent, "C": convolution.c_in}
+    n, h, w, c = (size[axis] for axis in layout)
+    return calls.Conv2d(
+        (n, h, w, c),
+        (rows.taps, columns.taps, convolution.c_in // convolution.groups, convolution.c_out),
+        strides=(rows.stride, columns.stride),
+        padding=((rows.before, rows.after), (columns.before, columns.after)),
+        dilation=(rows.dilation, columns.dilation),
+        groups=convolution.groups,
+        layout=layout,
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        dtype=jnp.dtype(dtype).name,
+    )
 
 
 def _taps(w: Array) -> Pair:
@@ -325,8 +305,10 @@ def _check_operands(name: str, images: Array, w: Array, layout: str, algorithm: 
 def _check_channels(name: str, channels: int, kernel: tuple[int, ...], groups: int) -> None:
     """Checks the channels of the images that are given, c_in of x or c_out of y, with w's."""
     _, _, c_in_per_group, c_out = kernel
-    if not isinstance(groups, int):
-        raise TypeError(f"groups={groups!r} must be a whole number")
+    try:
+        index(groups)
+    except TypeError:
+        raise TypeError(f"groups={groups!r} must be a whole number") from None
     for each, count in ((name, channels), ("c_out", c_out)):
         if groups < 1 or count % groups:
             raise ValueError(f"groups={groups} must divide {each}={count}")
@@ -336,11 +318,3 @@ def _check_channels(name: str, channels: int, kernel: tuple[int, ...], groups: i
         )
     if name == "c_out" and c_out != channels:
         raise ValueError(f"w of shape {kernel} must have y's {channels} output channels")
-
-
-def _choose(algorithm: Algorithm | None, convolution: Convolution) -> Algorithms:
-    if algorithm is None:
-        return default_algorithms(convolution, launch.platform())
-    if reason := refusal(algorithm, convolution):
-        raise ValueError(f"algorithm={algorithm!r} cannot do this: {reason}")
-    return Algorithms(algorithm, algorithm, algorithm)

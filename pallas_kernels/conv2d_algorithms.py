@@ -166,13 +166,14 @@ def _patches(x: Image, w: Kernel, convolution: Convolution, dtype: DTypeLike) ->
     )
 
 
-_ALGORITHMS: dict[Algorithm, Callable[[Array, Array, Convolution, DTypeLike], Array]] = {
+ALGORITHMS: dict[Algorithm, Callable[[Array, Array, Convolution, DTypeLike], Array]] = {
     "direct": _direct,
     "im2col": _im2col,
     "shifted": _shifted,
     "pointwise": _pointwise,
     "patches": _patches,
 }
+"""Those of XLA."""
 
 
 def run(
@@ -188,7 +189,7 @@ def run(
     `shifted` where they are depthwise. (On a CPU, XLA's grouped convolution runs at 10 GFLOP/s
     where one for each group runs at 60.)
     """
-    compute = _ALGORITHMS[algorithm]
+    compute = ALGORITHMS[algorithm]
     if algorithm == "direct" and (convolution.depthwise or launch.platform() != "cpu"):
         return compute(x, w, convolution, dtype)
     layout, groups = convolution.layout, convolution.groups

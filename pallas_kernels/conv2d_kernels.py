@@ -1,18 +1,14 @@
-"""Convolution by the Pallas kernels: which kernel, its gradients, and its place on a mesh.
+"""Convolution by the Pallas kernels: which of them, for which convolution.
 
-A convolution is linear in x and in w, and the three operations of a training step are the
-derivatives of each other: the output from (x, w), the gradient of x from (dy, w), the gradient of w
-from (x, dy). So each has a gradient that is made of the other two, to any order of reverse mode.
-
-Some convolutions are one matrix product, and `matmul`'s kernel does them: 1×1 kernels that skip no
-pixel, kernels as large as their strides (patch embeddings), and `im2col` where it is asked for.
+`conv2d_passes` has the three passes of training. Some convolutions are one matrix product, and
+`matmul`'s kernel does them: 1×1 kernels that skip no pixel, kernels as large as their strides
+(patch embeddings), and `im2col` where it is asked for.
 Depthwise ones have no product to make: on any backend they are XLA's shifted multiplications.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,31 +17,23 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import (
     conv2d_algorithms,
-    direct_chwn,
+    conv2d_passes,
     epilogue,
-    implicit_gemm,
     launch,
+    selection,
     windows,
 )
 from pallas_kernels.blocks import Blocks
+from pallas_kernels.calls import Conv2d
 from pallas_kernels.conv2d_algorithms import Algorithm, Convolution
+from pallas_kernels.conv2d_passes import LAYOUTS
 from pallas_kernels.epilogue import Activation
 from pallas_kernels.implicit_gemm import Problem
 from pallas_kernels.launch import Backend
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import kernel_product
+from pallas_kernels.selection import Choice
 from pallas_kernels.taps import Direction
-from pallas_kernels.transformations import (
-    batched,
-    one_after_another,
-    partitioned,
-    prepared,
-    typed,
-)
-
-Kernel = Literal["implicit_gemm", "direct_chwn"]
-
-_LAYOUTS: dict[Kernel, str] = {"implicit_gemm": "NHWC", "direct_chwn": "CHWN"}
-_MODULES = {"implicit_gemm": implicit_gemm, "direct_chwn": direct_chwn}
+from pallas_kernels.transformations import prepared, typed
 
 
 def default_algorithm(
@@ -89,17 +77,28 @@ def refusal(
     return conv2d_algorithms.refusal(algorithm, convolution)
 
 
-def covers(
-    convolution: Convolution, images: int, dtype: DTypeLike, algorithm: Algorithm | None
-) -> bool:
-    """Whether a kernel is the better guess on a GPU, before a tuner has measured.
+def preferred(
+    convolution: Convolution, images: int, dtype: DTypeLike, algorithm: Algorithm | None,
+    call: Conv2d | None,
+) -> bool:  # fmt: skip
+    """Whether kernels are the better choice on a GPU.
 
-    It is for batch-last images, which cuDNN would transpose, and what is asked for by name.
+    They are where one was measured to be the fastest way to do a pass of `call`. Where nothing was
+    measured they are for batch-last images, which cuDNN would transpose, and for what is asked for
+    by name.
     """
     if algorithm is not None:
         return algorithm in ("implicit_gemm", "direct_chwn")
-    pixels = images * convolution.rows.extent * convolution.columns.extent
-    countable = pixels * max(convolution.c_in, convolution.c_out) < launch.COUNTABLE
+    if call is not None:
+        measured = [choice for which in call.passes if (choice := selection.known(call, which))]
+        if measured:
+            return any(choice.backend == "triton" for choice in measured)
+    rows, columns = convolution.rows, convolution.columns
+    largest = max(
+        rows.extent * columns.extent * convolution.c_in,
+        rows.count * columns.count * convolution.c_out,
+    )
+    countable = images * largest < launch.COUNTABLE
     batch_last = default_algorithm(convolution, images) == "direct_chwn"
     return dtype in (jnp.bfloat16, jnp.float16) and batch_last and countable
 
@@ -108,11 +107,12 @@ def convolve(
     source: Float[Array, "_ _ _ _"], w: Float[Array, "kh kw c_in_per_group c_out"], *,
     bias: Array | None, residual: Array | None, activation: Activation | None, out_dtype: Any,
     convolution: Convolution, direction: Direction, algorithm: Algorithm | None,
-    blocks: Blocks | None, backend: Backend,
+    blocks: Blocks | None, backend: Backend, call: Conv2d | None = None,
 ) -> Float[Array, "_ _ _ _"]:  # fmt: skip
     """activation(source * w + bias + residual), or of the transpose, by `direction`.
 
-    Source, residual and result are in the convolution's layout.
+    Source, residual and result are in the convolution's layout. A pass of `call` is done in the way
+    that was measured to be the fastest, which may be XLA's.
 
     Raises:
       ValueError: `algorithm` cannot do this.
@@ -122,13 +122,17 @@ def convolve(
     if algorithm is None:
         images = source.shape[layout.index("N")]
         algorithm = default_algorithm(convolution, images, direction)
+    if call is not None:
+        choice = selection.choose(call, "forward" if direction == "forward" else "input_gradient")
+        algorithm, backend, blocks = _chosen(choice, algorithm, convolution, direction)
     if reason := refusal(algorithm, convolution, direction):
         raise ValueError(f"algorithm={algorithm!r} cannot do this: {reason}")
+    _check_blocks(blocks, algorithm)
     problem = Problem(
         convolution.rows, convolution.columns, groups,
         (convolution.c_in // groups, convolution.c_out // groups),
         launch.product(source.dtype, convolution.precision), out_dtype, backend, blocks,
-        direction, activation, biased=bias is not None, added=residual is not None,
+        direction, activation, biased=bias is not None, added=residual is not None, call=call,
     )  # fmt: skip
     terms = [term for term in (bias, residual) if term is not None]
     names = {"N": "b", "H": "h", "W": "w"}
@@ -148,6 +152,29 @@ def convolve(
     )
 
 
+def _check_blocks(blocks: Blocks | None, algorithm: Algorithm) -> None:
+    if blocks is not None and algorithm == "shifted":
+        raise ValueError(f"blocks={blocks} must be None: a depthwise convolution is no kernel's")
+    if blocks is not None and blocks.splits > 1 and algorithm in LAYOUTS:
+        raise ValueError(
+            f"blocks of splits={blocks.splits} must have 1: of {algorithm}'s sums, only those of a "
+            "kernel's gradient are split"
+        )
+
+
+def _chosen(
+    choice: Choice | None, algorithm: Algorithm, convolution: Convolution, direction: Direction
+) -> tuple[Algorithm, Backend, Blocks | None]:
+    """How the forward pass is done, if it is by `algorithm` where nothing was measured."""
+    if choice is None:
+        return algorithm, "triton", None
+    chosen = next((name for name in get_args(Algorithm) if name == choice.algorithm), None)
+    if choice.backend == "xla" or not chosen or refusal(chosen, convolution, direction):
+        # XLA's own way, on arrays that are stored as the kernels of the gradients want them.
+        return algorithm, "xla", None
+    return chosen, "triton", choice.blocks
+
+
 def _convolve(
     problem: Problem, algorithm: Algorithm, convolution: Convolution, source: Array, w: Array,
     *terms: Array,
@@ -160,7 +187,7 @@ def _convolve(
         terms = (*terms[: problem.biased], terms[-1].transpose(to_stored))
     if algorithm in ("implicit_gemm", "direct_chwn"):
         source, w, *rest = prepared(source, w, *terms)
-        (y,) = _gather(problem, algorithm, source, w, tuple(rest))
+        (y,) = conv2d_passes.gather(problem, algorithm, source, w, tuple(rest))
     elif algorithm == "shifted":
         bias, residual = problem.terms(terms)
         y = epilogue.apply(
@@ -220,205 +247,17 @@ def _as_product(
         for term in (patches, matrix, bias, residual)
     ]
     parts = [
-        matmul(
+        kernel_product(
             *(operands[group] for operands in split[:2] if operands is not None),
             bias=None if split[2] is None else split[2][group],
             residual=None if split[3] is None else split[3][group],
             activation=problem.activation,
             out_dtype=problem.out_dtype,
-            precision=convolution.precision,
+            product=problem.product,
             backend=problem.backend,
             blocks=problem.blocks,
+            call=problem.call,
         )
         for group in range(groups)
     ]
     return jnp.concatenate(parts, axis=-1) if groups > 1 else parts[0]
-
-
-def _compute(
-    problem: Problem, kernel: Kernel, source: Array, w: Array, rest: tuple[Array, ...]
-) -> list[Array]:
-    """The direction's output, and the activation's argument if the problem keeps it."""
-    axes = _Axes(problem, kernel)
-    source_axes, source_channels, out_axes, out_channels = axes.x, axes.c, axes.y, axes.o
-    if problem.direction == "transposed":
-        source_axes, source_channels, out_axes, out_channels = axes.y, axes.o, axes.x, axes.c
-    linear = problem.activation is None and not rest
-    summed = [source_channels] if problem.groups == 1 else []
-    return _on_any_mesh(
-        partial(_launch_gather, problem=problem, kernel=kernel),
-        (source, w, *rest),
-        axes,
-        operands=[
-            source_axes,
-            axes.w,
-            *[out_channels] * problem.biased,
-            *[out_axes] * problem.added,
-        ],
-        outputs=[out_axes] * (1 + problem.keeps),
-        sums_over=summed if linear else [],
-        gathers=[] if linear else summed,
-    )
-
-
-_gather = jax.custom_vjp(_compute, nondiff_argnums=(0, 1))
-
-
-def _gather_forward(problem: Problem, kernel: Kernel, source, w, rest):
-    keeps = problem.keeps or epilogue.keeps_argument(problem.activation)
-    # Not the launch but the operation, so that a gradient has a gradient.
-    outputs = _gather(replace(problem, keeps=keeps), kernel, source, w, rest)
-    kept = outputs[-1] if epilogue.keeps_argument(problem.activation) else outputs[0]
-    saved = source, w, kept if problem.activation else None, [jnp.zeros(0, x.dtype) for x in rest]
-    return outputs[: 1 + problem.keeps], saved
-
-
-def _gather_backward(problem: Problem, kernel: Kernel, saved, gradients: list[Array]):
-    source, w, kept, terms = saved
-    dy, *dz_itself = gradients
-    dz32 = sum(dz_itself, epilogue.transpose(dy, kept, problem.activation))
-    dz = dz32.astype(source.dtype)
-    bare = _bare(problem, source.dtype)
-    forward = problem.direction == "forward"
-    (d_source,) = _gather(
-        replace(bare, direction="transposed" if forward else "forward"), kernel, dz, w, ()
-    )
-    dw = _kernel_gradient(bare, kernel, *((source, dz) if forward else (dz, source)))
-    d_rest = []
-    bias, residual = problem.terms(terms)
-    if bias is not None:
-        channel = _LAYOUTS[kernel].index("C")
-        d_rest.append(dz32.sum([axis for axis in range(4) if axis != channel]).astype(bias.dtype))
-    if residual is not None:
-        d_rest.append(dz32.astype(residual.dtype))
-    return d_source, dw, tuple(d_rest)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
-
-
-def _compute_kernel_gradient(problem: Problem, kernel: Kernel, x: Array, dy: Array) -> Array:
-    axes = _Axes(problem, kernel)
-    (dw,) = _on_any_mesh(
-        partial(_launch_kernel_gradient, problem=problem, kernel=kernel),
-        (x, dy),
-        axes,
-        operands=[axes.x, axes.y],
-        outputs=[axes.w],
-        sums_over=["b"],
-        gathers=[],
-    )
-    return dw
-
-
-_kernel_gradient = jax.custom_vjp(_compute_kernel_gradient, nondiff_argnums=(0, 1))
-
-
-def _kernel_gradient_forward(problem: Problem, kernel: Kernel, x: Array, dy: Array):
-    return _kernel_gradient(problem, kernel, x, dy), (x, dy)
-
-
-def _kernel_gradient_backward(problem: Problem, kernel: Kernel, saved, ddw: Array):
-    x, dy = saved
-    ddw = ddw.astype(x.dtype)
-    (dx,) = _gather(replace(problem, direction="transposed"), kernel, dy, ddw, ())
-    (ddy,) = _gather(problem, kernel, x, ddw, ())
-    return dx, ddy
-
-
-_kernel_gradient.defvjp(_kernel_gradient_forward, _kernel_gradient_backward)
-
-
-def _bare(problem: Problem, dtype: Any) -> Problem:
-    """The forward problem without an epilogue, or the blocks that its own launch was asked for."""
-    return replace(
-        problem,
-        out_dtype=dtype,
-        blocks=None,
-        direction="forward",
-        activation=None,
-        biased=False,
-        added=False,
-        keeps=False,
-    )
-
-
-class _Axes:
-    """Names of the axes of x, y and w, as a kernel stores them, and of their channels."""
-
-    def __init__(self, problem: Problem, kernel: Kernel) -> None:
-        self.groups = problem.groups
-        self.c, self.o = ("c", "o") if self.groups == 1 else ("(g c)", "(g o)")
-        self.w = f"i j c {self.o}"
-        self.batch = _LAYOUTS[kernel].index("N")
-        images = {"NHWC": "b {} {} {}", "CHWN": "{2} {0} {1} b"}[_LAYOUTS[kernel]]
-        self.x, self.y = images.format("h", "w", self.c), images.format("p", "q", self.o)
-        self.sizes = (
-            {} if self.groups == 1 else {"g": self.groups, "o": problem.channels_of_group[1]}
-        )
-
-
-def _on_any_mesh(
-    run: Any, arrays: tuple[Array, ...], axes: _Axes, *, operands: list[str],
-    outputs: list[str], sums_over: list[str], gathers: list[str],
-) -> list[Array]:  # fmt: skip
-    """A launch under vmap and on a mesh."""
-    named = set(" ".join([*operands, *outputs]).replace("(", "").replace(")", "").split(" "))
-    whole = {"h", "w", "i", "j", "p", "q", *gathers}
-    if axes.groups > 1:
-        whole |= {"c", "o"}
-    split = partitioned(
-        run,
-        operands=operands,
-        outputs=outputs,
-        sums_over=sums_over,
-        gathers=list(whole & named),
-        sizes=axes.sizes,
-    )
-    of_images = [len(each) > 1 and "b" in each.split(" ") for each in operands]
-
-    def rule(size: int, has_axis: Sequence[bool], arrays: Sequence[Array]):
-        if "b" in sums_over or list(has_axis) != of_images:
-            return one_after_another(call, size, has_axis, arrays)
-        together = [
-            _fold(array, axes.batch) if has else array
-            for array, has in zip(arrays, has_axis, strict=True)
-        ]
-        return [_unfold(y, size, axes.batch) for y in call(*together)]
-
-    call = batched(split, rule)
-    return call(*arrays)
-
-
-def _fold(images: Array, batch: int) -> Array:
-    """[v, …, b, …] → […, v·b, …]."""
-    moved = jnp.moveaxis(images, 0, batch)
-    return moved.reshape(*moved.shape[:batch], -1, *moved.shape[batch + 2 :])
-
-
-def _unfold(images: Array, size: int, batch: int) -> Array:
-    shape = (*images.shape[:batch], size, -1, *images.shape[batch + 1 :])
-    return jnp.moveaxis(images.reshape(shape), batch, 0)
-
-
-def _launch_gather(
-    source: Array, w: Array, *rest: Array, problem: Problem, kernel: Kernel
-) -> list[Array]:
-    forward = problem.direction == "forward"
-    problem = _on_shard(problem, kernel, source, problem.channels_of_group[not forward])
-    return _MODULES[kernel].gather(source, w, *rest, problem=problem)
-
-
-def _launch_kernel_gradient(
-    x: Array, dy: Array, *, problem: Problem, kernel: Kernel
-) -> list[Array]:
-    problem = _on_shard(problem, kernel, x, problem.channels_of_group[0])
-    return [_MODULES[kernel].kernel_gradient(x, dy, problem=problem)]
-
-
-def _on_shard(problem: Problem, kernel: Kernel, images: Array, channels_of_group: int) -> Problem:
-    """The problem of a device that has some of the groups."""
-    if problem.groups == 1:
-        return problem
-    channels = images.shape[_LAYOUTS[kernel].index("C")]
-    return replace(problem, groups=channels // channels_of_group)

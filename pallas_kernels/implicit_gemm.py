@@ -44,6 +44,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import epilogue, launch
 from pallas_kernels.blocks import Blocks, ceiling
+from pallas_kernels.calls import Conv2d
 from pallas_kernels.epilogue import Activation
 from pallas_kernels.launch import Backend, Product
 from pallas_kernels.matmul import default_blocks as matmul_blocks
@@ -73,6 +74,8 @@ class Problem:
     """Whether there is a residual."""
     keeps: bool = False
     """Whether the activation's argument is an output too."""
+    call: Conv2d | None = None
+    """The convolution whose passes the tuner is asked about, if it is asked at all."""
 
     def terms(self, rest: Any) -> tuple[Any, Any]:
         """(bias, residual) of the operands after the source and the kernel."""
@@ -381,8 +384,8 @@ def default_blocks(
     # Both addresses of a gradient change in every step: deeper tiles spill, on sm_80 or elsewhere.
     if narrow:
         return replace(blocks, m=max(blocks.m, 64), k=min(blocks.k, 32))
-    if sums and blocks.m * blocks.n == 128 * 64:
-        return replace(blocks, k=min(blocks.k, 32))
+    if sums and blocks.m * blocks.n in (128 * 64, 128 * 16):
+        return replace(blocks, k=min(blocks.k, 32), stages=3)
     return blocks
 
 

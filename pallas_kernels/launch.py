@@ -15,14 +15,20 @@ to itself Pallas writes accumulator + dot(a, b, 0), and only a pass of XLA's pip
 (triton-combine) makes one instruction of that. Here it is one from the start, for any pipeline.
 """
 
+import contextlib
+import functools
 import json
+import os
+import platform as machine
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.lax.lax import canonicalize_precision
 from jax._src.pallas.triton import lowering as triton_lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
@@ -38,7 +44,16 @@ Backend = Literal["auto", "xla", "triton", "interpret"]
 
 Product = Literal["operands", "tf32", "tf32x3", "ieee"]
 """How a product is made of float32 operands: in tf32 (10 bits of mantissa), in three tf32 products
-that carry 21 bits, or in float32 on the CUDA cores. 16-bit operands are multiplied as they are."""
+that carry 21 bits, or in float32 on the CUDA cores. 16-bit operands are multiplied as they are, and
+so are 8-bit ones, which may be of two types."""
+
+EIGHT_BITS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""The 8-bit floats that Tensor Cores multiply, from sm_89 on."""
+
+PARTIAL_SUM = 128
+"""Hopper's Tensor Cores add products of 8-bit floats in about 14 bits, so after this many their sum
+goes to a float32 accumulator. DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437,
+section 3.3.2, takes it for the least that costs little time."""
 
 
 COUNTABLE = 2**31
@@ -77,23 +92,67 @@ def ranked(kernel_first: bool) -> tuple[Backend, ...]:
 
 
 def platform() -> str:
-    """The hardware of this trace, "cpu", "gpu" or "tpu": of the mesh in use, else the default."""
-    device = (
-        jax.sharding.get_abstract_mesh().abstract_device or jax.config.values["jax_default_device"]
-    )
+    """The hardware of this trace, "cpu", "gpu" (NVIDIA's), "rocm" (AMD's) or "tpu": of the mesh in
+    use, else the default."""
+    device = _device()
     if device is None:
         name = jax.default_backend()
     else:
         name = device if isinstance(device, str) else device.platform
-    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+    if name == "gpu" and device is None:
+        version = jax.devices()[0].client.platform_version
+        return "rocm" if "rocm" in version.lower() else "gpu"
+    return "gpu" if name == "cuda" else name
+
+
+def device_kind() -> str:
+    """The device of this trace as its driver names it, "NVIDIA H200"; a CPU by its maker's name."""
+    device = _device()
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return _processor() if device.device_kind == "cpu" else device.device_kind
+
+
+def _device() -> Any:
+    return (
+        jax.sharding.get_abstract_mesh().abstract_device or jax.config.values["jax_default_device"]
+    )
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's name and the number of cores that this process may use."""
+    name = machine.processor() or machine.machine()
+    with contextlib.suppress(OSError):  # Linux tells its name here only
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else name
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"cpu {name}, {cores} cores"
+
+
+_PRODUCTS: dict[lax.Precision, Product] = {
+    lax.Precision.DEFAULT: "tf32",
+    lax.Precision.HIGH: "tf32x3",
+    lax.Precision.HIGHEST: "ieee",
+}
+"""Of float32 operands, as XLA reads a precision on a GPU."""
 
 
 def product(dtype: DTypeLike, precision: lax.PrecisionLike) -> Product:
     """The product that `precision` asks for of operands of `dtype`, as XLA reads it on a GPU.
 
+    16-bit operands have one product, whatever the precision. None is what
+    `jax.default_matmul_precision` says.
+
     Raises:
+      ValueError: `precision` is none of jax's.
       NotImplementedError: the kernels have no such product.
     """
+    try:
+        asked = canonicalize_precision(precision)
+    except (ValueError, TypeError):
+        raise ValueError(f"precision={precision!r} must be one of jax.lax.Precision's") from None
     if dtype in (jnp.bfloat16, jnp.float16):
         return "operands"
     if dtype != jnp.float32:
@@ -101,19 +160,18 @@ def product(dtype: DTypeLike, precision: lax.PrecisionLike) -> Product:
             f"operands of {jnp.dtype(dtype)} have no kernel: bfloat16, float16 and float32 have; "
             "backend='xla' takes any"
         )
-    names: dict[Any, Product] = {
-        None: "tf32",
-        lax.Precision.DEFAULT: "tf32",
-        lax.Precision.HIGH: "tf32x3",
-        lax.Precision.HIGHEST: "ieee",
-    }
-    try:
-        return names[lax.Precision(precision) if precision is not None else None]
-    except (ValueError, TypeError):
-        raise NotImplementedError(
-            f"precision={precision!r} has no kernel: 'default', 'high' and 'highest' have; "
-            "backend='xla' takes any"
-        ) from None
+    for each, name in _PRODUCTS.items():
+        if asked in ((each, each), None):
+            return name
+    raise NotImplementedError(
+        f"precision={precision!r} has no kernel: 'default', 'high' and 'highest' have; "
+        "backend='xla' takes any"
+    )
+
+
+def precision(product: Product) -> lax.Precision | None:
+    """What XLA calls a product of the kernels."""
+    return {name: each for each, name in _PRODUCTS.items()}.get(product)
 
 
 def call(
@@ -195,7 +253,9 @@ mlir.register_lowering(_on_gpu, lambda context, x: [x], platform="cuda")
 
 def load(ref: Any, mask: Bool[Array, "..."] | None = None) -> Array:
     """What `ref` holds, and zero where `mask` is false; nothing is read there."""
-    return pallas_triton.load(ref, mask=mask, other=None if mask is None else 0)
+    # Pallas makes a zero of other types from an integer's, but not one of an 8-bit float.
+    zero = jnp.zeros((), ref.dtype) if ref.dtype in EIGHT_BITS else 0
+    return pallas_triton.load(ref, mask=mask, other=None if mask is None else zero)
 
 
 def store(ref: Any, value: Array, mask: Bool[Array, "..."] | None = None) -> None:
@@ -219,6 +279,8 @@ _dot.def_abstract_eval(lambda a, b, accumulator, *, product: accumulator)
 
 def _interpret_dot(a: Array, b: Array, accumulator: Array, *, product: Product) -> Array:
     # The interpreter proves arithmetic, so it multiplies float32 as float32 whatever `product` is.
+    if a.dtype in EIGHT_BITS:  # two types of 8 bits have no common one
+        a, b = a.astype(accumulator.dtype), b.astype(accumulator.dtype)
     return accumulator + jnp.matmul(
         a, b, precision=lax.Precision.HIGHEST, preferred_element_type=accumulator.dtype
     )
@@ -235,4 +297,9 @@ def _lower_dot(context, a, b, accumulator, *, product: Product):
         "tf32x3": triton_dialect.InputPrecision.TF32x3,
         "ieee": triton_dialect.InputPrecision.IEEE,
     }
-    return triton_dialect.dot(a, b, accumulator, input_precision=precisions[product])
+    left = context.avals_in[0]
+    # Without a limit to the partial sums Triton multiplies 8-bit floats as 16-bit ones on sm_90.
+    limit = min(PARTIAL_SUM, left.shape[1]) if left.dtype in EIGHT_BITS else None
+    return triton_dialect.dot(
+        a, b, accumulator, input_precision=precisions[product], max_num_imprecise_acc=limit
+    )

@@ -39,8 +39,9 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import epilogue, launch, tiles
+from pallas_kernels import calls, epilogue, launch, selection, tiles
 from pallas_kernels.blocks import Blocks, ceiling, side
+from pallas_kernels.calls import Call, Pass
 from pallas_kernels.epilogue import Activation
 from pallas_kernels.launch import Backend, Product
 from pallas_kernels.tiles import span
@@ -112,6 +113,9 @@ class _Problem:
     """Whether there is a residual."""
     keeps: bool = False
     """Whether the activation's argument is an output too."""
+    call: Call | None = None
+    """What the tuner is asked about, if it is asked at all: this product, or the convolution that
+    it is."""
 
     def sizes(self, a: Array, b: Array) -> tuple[int, int, int]:
         """(m, n, k)."""
@@ -166,9 +170,9 @@ def _launch(a: Array, b: Array, *rest: Array, problem: _Problem) -> list[Array]:
     bias, residual = problem.terms(rest)
     finish = partial(epilogue.apply, bias=bias, residual=residual, out_dtype=problem.out_dtype)
     activations = (problem.activation, None)[: 1 + problem.keeps]
-    if 0 in (*shape, k):
-        zero = jnp.zeros(shape, jnp.float32)
-        return [finish(zero, activation=activation) for activation in activations]
+    if problem.backend == "xla" or 0 in (*shape, k):
+        y = _by_xla(a, b, problem)
+        return [finish(y, activation=activation) for activation in activations]
     a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
     images = max(a.shape[0], b.shape[0])
     blocks = problem.blocks or default_blocks(
@@ -192,6 +196,13 @@ def _launch(a: Array, b: Array, *rest: Array, problem: _Problem) -> list[Array]:
     return [output.reshape(shape) for output in run(*rest, problem=problem)]
 
 
+def _by_xla(a: Array, b: Array, problem: _Problem) -> Array:
+    """The product in float32, which the tuner may have found to be faster, or of no elements."""
+    a = a.swapaxes(-1, -2) if problem.a_transposed else a
+    b = b.swapaxes(-1, -2) if problem.b_transposed else b
+    return _xla_product(a, b, launch.precision(problem.product))
+
+
 def _run(
     *operands: Array, problem: _Problem, blocks: Blocks, sizes: tuple[int, int, int], images: int
 ) -> list[Array]:
@@ -210,7 +221,9 @@ def _run(
 
 
 def _on_any_mesh(a: Array, b: Array, *rest: Array, problem: _Problem) -> list[Array]:
-    """`_launch` under vmap and on a mesh."""
+    """`_launch` under vmap and on a mesh, which XLA does by itself for what is its own."""
+    if problem.backend == "xla":
+        return _launch(a, b, *rest, problem=problem)
     axes = [
         "z " * (a.ndim - 2) + ("k m" if problem.a_transposed else "m k"),
         "z " * (b.ndim - 2) + ("n k" if problem.b_transposed else "k n"),
@@ -277,18 +290,29 @@ def _backward(problem: _Problem, saved, gradients: list[Array]):
 def _gradients(problem: _Problem, a: Array, b: Array, dy: Array) -> tuple[Array, Array]:
     """dy bᵀ and aᵀ dy, as a and b are stored."""
     a_stored_as_it_is, b_stored_as_it_is = not problem.a_transposed, not problem.b_transposed
-    product = _Problem(problem.product, a.dtype, problem.backend)
+    of_a, of_b = (_gradient_problem(problem, a.dtype, which) for which in _GRADIENTS)
     if a_stored_as_it_is:
-        (da,) = _product(replace(product, b_transposed=b_stored_as_it_is), dy, b, ())
+        (da,) = _product(replace(of_a, b_transposed=b_stored_as_it_is), dy, b, ())
     else:
-        transposed = replace(product, a_transposed=problem.b_transposed, b_transposed=True)
+        transposed = replace(of_a, a_transposed=problem.b_transposed, b_transposed=True)
         (da,) = _product(transposed, b, dy, ())
     if b_stored_as_it_is:
-        (db,) = _product(replace(product, a_transposed=a_stored_as_it_is), a, dy, ())
+        (db,) = _product(replace(of_b, a_transposed=a_stored_as_it_is), a, dy, ())
     else:
-        transposed = replace(product, a_transposed=True, b_transposed=problem.a_transposed)
+        transposed = replace(of_b, a_transposed=True, b_transposed=problem.a_transposed)
         (db,) = _product(transposed, dy, a, ())
     return da, db
+
+
+_GRADIENTS: tuple[Pass, Pass] = ("input_gradient", "kernel_gradient")
+
+
+def _gradient_problem(problem: _Problem, dtype: Any, which: Pass) -> _Problem:
+    """A gradient's product, in the way that was measured to be the fastest if one was."""
+    choice = None if problem.call is None else selection.choose(problem.call, which)
+    if choice is None:
+        return _Problem(problem.product, dtype, problem.backend)
+    return _Problem(problem.product, dtype, choice.backend, choice.blocks)
 
 
 _product.defvjp(_forward, _backward)
@@ -318,8 +342,9 @@ def matmul(
       precision: of the products, as in `jax.lax.dot_general`. The kernels multiply float32 in tf32
         unless it is "high" (three tf32 products) or "highest" (float32, without Tensor Cores).
       backend: "xla", differentiable in both modes; "triton", the kernel, on a GPU, in reverse mode
-        only; "interpret", the kernel's arithmetic on any hardware; or "auto", on a GPU the kernel
-        for 16-bit operands, else XLA.
+        only; "interpret", the kernel's arithmetic on any hardware; or "auto", what the tuner
+        measured to be the fastest for each pass (`tune`), else on a GPU the kernel for 16-bit
+        operands, and XLA. Where "auto" is a kernel, it has a kernel's derivatives.
       blocks: the forward kernel's; by default `default_blocks`.
 
     Raises:
@@ -332,32 +357,68 @@ def matmul(
     _check_operands(a, b)
     a, b = jnp.asarray(a), jnp.asarray(b)
     dtype = jnp.promote_types(a.dtype, b.dtype)
-    shape = (*a.shape[:-1], b.shape[-1])
-    countable = max(a.size, b.size, prod(shape)) < launch.COUNTABLE
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    kernel_first = launch.platform() == "gpu" and half and countable
+    terms: dict[str, Any] = {"bias": bias, "residual": residual, "activation": activation}
+    epilogue.check((*a.shape[:-1], b.shape[-1]), **terms)
+    call = choice = None
+    if backend == "auto" and blocks is None:
+        call = calls.Matmul(
+            a.shape,
+            b.shape,
+            bias=bias is not None,
+            residual=residual is not None,
+            activation=activation,
+            dtype=dtype.name,
+        )
+        choice = selection.choose(call, "forward")
+    kernel_first = launch.platform() == "gpu" and _prefers_kernel(a, b, dtype, call)
     backend = launch.resolve(
         "matmul", backend, available=launch.ranked(kernel_first), blocks=blocks
     )
-    epilogue.check(shape, bias=bias, residual=residual, activation=activation)
     a, b = a.astype(dtype), b.astype(dtype)
     out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     if backend == "xla":
-        return epilogue.apply(
-            _xla_product(a, b, precision),
-            bias=bias,
-            residual=residual,
-            activation=activation,
-            out_dtype=out_dtype,
-        )
+        return epilogue.apply(_xla_product(a, b, precision), **terms, out_dtype=out_dtype)
+    if choice is not None:
+        backend, blocks = choice.backend, choice.blocks
+    product = launch.product(dtype, precision)
+    return kernel_product(
+        a, b, **terms, out_dtype=out_dtype, product=product, backend=backend, blocks=blocks,
+        call=call,
+    )  # fmt: skip
+
+
+def _prefers_kernel(a: Array, b: Array, dtype: Any, call: Call | None) -> bool:
+    """Whether the kernel is the better choice on a GPU for one of the passes: where they were
+    measured by that, else for 16-bit operands."""
+    if call is not None:
+        measured = [choice for which in call.passes if (choice := selection.known(call, which))]
+        if measured:
+            return any(choice.backend == "triton" for choice in measured)
+    largest = max(a.size, b.size, prod(a.shape[:-1]) * b.shape[-1])
+    return dtype in (jnp.bfloat16, jnp.float16) and largest < launch.COUNTABLE
+
+
+def kernel_product(
+    a: Float[Array, "*batch m k"], b: Float[Array, "... k n"], *,
+    bias: Float[Array, " n"] | None, residual: Float[Array, "*batch m n"] | None,
+    activation: Activation | None, out_dtype: DTypeLike, product: Product, backend: Backend,
+    blocks: Blocks | None, call: Call | None,
+) -> Float[Array, "*batch m n"]:  # fmt: skip
+    """`matmul` of operands of one dtype, with the kernel's derivatives.
+
+    `product` says how they are multiplied. The backend is that of the forward pass, and of the
+    gradients unless the tuner knows better: `call`, the product or the convolution that is one, is
+    what it is asked about. The rest is as in `matmul`.
+    """
     problem = _Problem(
-        launch.product(dtype, precision),
+        product,
         out_dtype,
         backend,
         blocks,
         activation,
         biased=bias is not None,
         added=residual is not None,
+        call=call,
     )
     terms = [term for term in (bias, residual) if term is not None]
     images = " ".join(f"z{axis}" for axis in range(a.ndim - 2))
@@ -441,7 +502,8 @@ def default_blocks(
         parts *= 2
     # Warps and stages that spill nowhere; the same tile with others does, on one or the other.
     warps = 8 if tile_m * tile_n == 128 * 128 else 4
-    stages = 2 if warps == 8 and wide else 4 if tile_m * tile_n == 64 * 64 else 3
+    deep = tile_m * tile_n == 64 * 64 or (crowded and tile_n == 16 and not wide)
+    stages = 2 if warps == 8 and wide else 4 if deep else 3
     return Blocks(tile_m, tile_n, tile_k, warps=warps, stages=stages, splits=parts)
 
 

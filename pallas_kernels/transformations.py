@@ -111,8 +111,8 @@ def partitioned(
       launch: a function of arrays, right for any part of them that the axes' names allow.
       operands: the axes of each operand, by name, as "b h w c"; "(g c)" is an axis made of two.
       outputs: the axes of each output.
-      sums_over: axes of the operands that the outputs lack; where they are split, the devices' sums
-        are added.
+      sums_over: axes of the operands that some outputs lack; where they are split, the devices'
+        sums are added.
       gathers: axes that no device can do with a part of.
       sizes: of the names in an axis made of two.
     """
@@ -121,7 +121,10 @@ def partitioned(
     def partition(mesh, arguments, results):
         given = jax.tree.leaves((arguments, results))
         placed = _placed([*operand_axes, *output_axes], given, mesh, gathers=gathers, sizes=sizes)
-        summed = [placed[axis] for axis in sums_over if axis in placed]
+        summed = [
+            [name for axis in sums_over if axis not in axes for name in _names(placed.get(axis))]
+            for axes in output_axes
+        ]
 
         def shardings(all_axes):
             return [
@@ -134,10 +137,12 @@ def partitioned(
             around = jax.sharding.get_abstract_mesh()
             types = dict.fromkeys(around.axis_names, AxisType.Auto)
             with jax.sharding.use_abstract_mesh(around.update_axis_types(types)):
-                result = launch(*shards)
-                for mesh_axes in summed:
-                    result = jax.lax.psum(result, mesh_axes)
-            return result
+                parts, structure = jax.tree.flatten(launch(*shards))
+                whole = [
+                    jax.lax.psum(part, over) if over else part
+                    for part, over in zip(parts, summed, strict=True)
+                ]
+            return jax.tree.unflatten(structure, whole)
 
         out = jax.tree.unflatten(jax.tree.structure(results), shardings(output_axes))
         return mesh, run, out, tuple(shardings(operand_axes))
@@ -145,10 +150,12 @@ def partitioned(
     function = custom_partitioning(lambda *arrays: launch(*arrays))
     # XLA wants them in the order of the rule.
     names = [name.strip("()") for axes in (*operands, *outputs) for name in axes.split(" ")]
+    # It has no word for a sum that is of some outputs only, and needs none.
+    summed_in_all = [axis for axis in sums_over if all(axis not in axes for axes in output_axes)]
     function.def_partition(
         partition,
         sharding_rule=f"{', '.join(operands)} -> {', '.join(outputs)}",
-        reduction_factors=tuple(sorted(sums_over, key=names.index)),
+        reduction_factors=tuple(sorted(summed_in_all, key=names.index)),
         need_replication_factors=tuple(sorted(gathers, key=names.index)),
         **(sizes or {}),
     )
@@ -194,13 +201,18 @@ def _placed(
         for name, size, entry in zip(names, array.shape, spec, strict=False):
             if entry is None or name in gathers or name in placed or name == "_":
                 continue
-            over = entry if isinstance(entry, tuple) else (entry,)
+            over = _names(entry)
             parts = prod(mesh.shape[axis] for axis in over)
             whole = sizes[name] if sizes and name in sizes else size
             if whole % parts == 0 and used.isdisjoint(over):
                 placed[name] = entry
                 used.update(over)
     return placed
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes of a mesh in an entry of a `PartitionSpec`."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _split(axes: str) -> list[str]:

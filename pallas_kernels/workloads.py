@@ -1,4 +1,4 @@
-"""Named real shapes: every convolution and matrix product of five networks.
+"""Named real shapes: every operation of five networks that has a kernel.
 
     for workload in workloads("resnet50/conv3_*"):
         y = jax.eval_shape(workload.call.function(), **workload.call.operands())
@@ -10,162 +10,28 @@ of its layers in `count`: ResNet-50's `conv2_1/1x1_expand` is also its stage's s
 Each network has the batch of its paper where one GPU can hold it: 128 for AlexNet, 256 for VGG-16
 and ResNet-50. GoogLeNet's paper names none and ViT-B/16's 4,096 is spread over many devices: 128.
 Epilogues are those of the networks: bias and ReLU where they follow, nothing where a batch norm
-does. Attention's two products are `attention`'s, not here.
+does.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
-from typing import Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
-from pallas_kernels import windows
-from pallas_kernels.conv2d import conv2d
-from pallas_kernels.conv2d_algorithms import Layout
+from pallas_kernels.calls import (
+    Attention,
+    Call,
+    Conv2d,
+    CrossEntropy,
+    LayerNorm,
+    LocalResponseNorm,
+    Matmul,
+    MaxPool,
+)
 from pallas_kernels.epilogue import Activation
-from pallas_kernels.matmul import matmul
-from pallas_kernels.windows import Padding, Pair
 
-Operation = Literal["conv2d", "matmul"]
-
-Shape = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True)
-class Conv2d:
-    """A call of `conv2d` on arrays of these shapes: x in `layout`, w as HWIO."""
-
-    operation: ClassVar[Operation] = "conv2d"
-
-    x: Shape
-    w: Shape
-    strides: Pair = (1, 1)
-    padding: Padding = "SAME"
-    dilation: Pair = (1, 1)
-    groups: int = 1
-    layout: Layout = "NHWC"
-    bias: bool = False
-    residual: bool = False
-    activation: Activation | None = None
-    dtype: str = "bfloat16"
-
-    @property
-    def batch(self) -> int:
-        return self.x[self.layout.index("N")]
-
-    @property
-    def y(self) -> Shape:
-        """The output's shape, in `layout`.
-
-        Raises:
-          ValueError: no window fits the padded image, or a size, stride or dilation is below 1.
-        """
-        rows, columns = windows.resolve(
-            (self.x[self.layout.index("H")], self.x[self.layout.index("W")]),
-            self.w[:2],
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation,
-        )
-        size = {"N": self.batch, "H": rows.count, "W": columns.count, "C": self.w[3]}
-        n, h, w, c = (size[axis] for axis in self.layout)
-        return n, h, w, c
-
-    @property
-    def macs(self) -> int:
-        """Multiply-adds of the batch: those of the output, and of either gradient."""
-        return prod(self.y) * prod(self.w[:3])
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of x, w and y, each once: what any of the three passes must move."""
-        return sum(map(prod, (self.x, self.w, self.y))) * jnp.dtype(self.dtype).itemsize
-
-    def function(self, **options: Any) -> Callable[..., jax.Array]:
-        """`conv2d` with all arguments but the arrays; `options` are more of them."""
-        return partial(
-            conv2d,
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation,
-            groups=self.groups,
-            layout=self.layout,
-            activation=self.activation,
-            **options,
-        )
-
-    def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Abstract arrays by the name of the argument; a bias is float32, as parameters are."""
-        given: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
-            "x": (self.x, self.dtype),
-            "w": (self.w, self.dtype),
-        }
-        if self.bias:
-            given["bias"] = (self.w[3:], jnp.float32)
-        if self.residual:
-            given["residual"] = (self.y, self.dtype)
-        return _abstract(given)
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """A call of `matmul` on arrays of these shapes: a [*batch, m, k] and b [(*batch,) k, n]."""
-
-    operation: ClassVar[Operation] = "matmul"
-
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    bias: bool = False
-    residual: bool = False
-    activation: Activation | None = None
-    dtype: str = "bfloat16"
-
-    @property
-    def batch(self) -> int:
-        return self.a[0]
-
-    @property
-    def y(self) -> tuple[int, ...]:
-        """The product's shape."""
-        return (*self.a[:-1], self.b[-1])
-
-    @property
-    def macs(self) -> int:
-        """Multiply-adds: those of the product, and of either gradient."""
-        return prod(self.y) * self.a[-1]
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of a, b and y, each once: what any of the three passes must move."""
-        return sum(map(prod, (self.a, self.b, self.y))) * jnp.dtype(self.dtype).itemsize
-
-    def function(self, **options: Any) -> Callable[..., jax.Array]:
-        """`matmul` with all arguments but the arrays; `options` are more of them."""
-        return partial(matmul, activation=self.activation, **options)
-
-    def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Abstract arrays by the name of the argument; a bias is float32, as parameters are."""
-        given: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
-            "a": (self.a, self.dtype),
-            "b": (self.b, self.dtype),
-        }
-        if self.bias:
-            given["bias"] = (self.b[-1:], jnp.float32)
-        if self.residual:
-            given["residual"] = (self.y, self.dtype)
-        return _abstract(given)
-
-
-def _abstract(given: dict[str, tuple[tuple[int, ...], DTypeLike]]) -> dict[str, Any]:
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in given.items()}
-
-
-Call = Conv2d | Matmul
+CLASSES = 1000
+"""Of ImageNet."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +54,21 @@ class Workload:
 
 def workloads(pattern: str = "*") -> list[Workload]:
     """All workloads whose name matches `pattern`, as in a shell: "resnet50/*", "*/fc?"."""
-    return [workload for workload in _WORKLOADS if fnmatchcase(workload.name, pattern)]
+    return [
+        workload
+        for name in NETWORKS
+        for workload in network(name)
+        if fnmatchcase(workload.name, pattern)
+    ]
 
 
-def _network(network: str, paper: str, layers: Iterable[tuple[str, Call]]) -> list[Workload]:
+def network(name: str, batch: int | None = None) -> list[Workload]:
+    """The workloads of one of NETWORKS, in order; by default with the batch of its paper."""
+    paper, layers = _NETWORKS[name]
+    return _distinct(name, paper, layers() if batch is None else layers(batch))
+
+
+def _distinct(network: str, paper: str, layers: Iterable[tuple[str, Call]]) -> list[Workload]:
     """The network's layers, in order, each call once."""
     found: dict[Call, Workload] = {}
     for layer, call in layers:
@@ -234,18 +111,34 @@ def _dense(
     return Matmul((*rows, c_in), (c_in, c_out), bias=True, activation=activation)
 
 
+def _pool(batch: int, size: int, channels: int, taps: int = 3, *, over: int = 0) -> MaxPool:
+    """Windows two pixels apart, the last of which hang `over` the edge."""
+    shape = (batch, size, size, channels)
+    return MaxPool(shape, (taps, taps), (2, 2), padding=((0, over), (0, over)))
+
+
+def _loss(batch: int) -> CrossEntropy:
+    return CrossEntropy((batch, CLASSES))
+
+
 def _alexnet(batch: int = 128) -> Iterable[tuple[str, Call]]:
     """Two towers are groups=2, but conv1 reads the image, conv3 and fc6-8 both towers."""
     # The original rounds up: a 224 input padded after its last pixels is 227 without padding.
     conv1 = _conv(batch, 224, 3, 96, 11, stride=4, edge=0)
     yield "conv1", replace(conv1, padding=((0, 3), (0, 3)))
+    yield "norm1", LocalResponseNorm((batch, 55, 55, 96), groups=2)
+    yield "pool1", _pool(batch, 55, 96)
     yield "conv2", _conv(batch, 27, 96, 256, 5, groups=2)
+    yield "norm2", LocalResponseNorm((batch, 27, 27, 256), groups=2)
+    yield "pool2", _pool(batch, 27, 256)
     yield "conv3", _conv(batch, 13, 256, 384, 3)
     yield "conv4", _conv(batch, 13, 384, 384, 3, groups=2)
     yield "conv5", _conv(batch, 13, 384, 256, 3, groups=2)
+    yield "pool5", _pool(batch, 13, 256)
     yield "fc6", _dense((batch,), 6 * 6 * 256, 4096, "relu")
     yield "fc7", _dense((batch,), 4096, 4096, "relu")
-    yield "fc8", _dense((batch,), 4096, 1000)
+    yield "fc8", _dense((batch,), 4096, CLASSES)
+    yield "loss", _loss(batch)
 
 
 def _vgg16(batch: int = 256) -> Iterable[tuple[str, Call]]:
@@ -255,10 +148,12 @@ def _vgg16(batch: int = 256) -> Iterable[tuple[str, Call]]:
         for index in range(1, depth + 1):
             yield f"conv{stage}_{index}", _conv(batch, size, c_in, c_out, 3)
             c_in = c_out
+        yield f"pool{stage}", _pool(batch, size, c_out, 2)
         size //= 2
     yield "fc6", _dense((batch,), 7 * 7 * 512, 4096, "relu")
     yield "fc7", _dense((batch,), 4096, 4096, "relu")
-    yield "fc8", _dense((batch,), 4096, 1000)
+    yield "fc8", _dense((batch,), 4096, CLASSES)
+    yield "loss", _loss(batch)
 
 
 # Table 1 of the paper: image side, channels in, and channels of each branch: 1×1, 3×3 reduce, 3×3,
@@ -279,8 +174,12 @@ _INCEPTIONS = {
 def _googlenet(batch: int = 128) -> Iterable[tuple[str, Call]]:
     """Without the auxiliary heads; the 5×5 branch is 5×5."""
     yield "conv1", _conv(batch, 224, 3, 64, 7, stride=2)
+    yield "pool1", _pool(batch, 112, 64, over=1)
+    yield "norm1", LocalResponseNorm((batch, 56, 56, 64))
     yield "conv2/3x3_reduce", _conv(batch, 56, 64, 64, 1)
     yield "conv2/3x3", _conv(batch, 56, 64, 192, 3)
+    yield "norm2", LocalResponseNorm((batch, 56, 56, 192))
+    yield "pool2", _pool(batch, 56, 192, over=1)
     for name, (size, c_in, c1, r3, c3, r5, c5, pool) in _INCEPTIONS.items():
         block = f"inception_{name}"
         yield f"{block}/1x1", _conv(batch, size, c_in, c1, 1)
@@ -288,14 +187,20 @@ def _googlenet(batch: int = 128) -> Iterable[tuple[str, Call]]:
         yield f"{block}/3x3", _conv(batch, size, r3, c3, 3)
         yield f"{block}/5x5_reduce", _conv(batch, size, c_in, r5, 1)
         yield f"{block}/5x5", _conv(batch, size, r5, c5, 5)
+        around = ((1, 1), (1, 1))
+        yield f"{block}/pool", MaxPool((batch, size, size, c_in), (3, 3), (1, 1), around)
         yield f"{block}/pool_proj", _conv(batch, size, c_in, pool, 1)
-    yield "linear", _dense((batch,), 1024, 1000)
+        if name in ("3b", "4e"):
+            yield f"pool{name[0]}", _pool(batch, size, c1 + c3 + c5 + pool, over=1)
+    yield "linear", _dense((batch,), 1024, CLASSES)
+    yield "loss", _loss(batch)
 
 
 def _resnet50(batch: int = 256) -> Iterable[tuple[str, Call]]:
     """With the stride in the 3×3 ("v1.5"); a batch norm follows every convolution."""
     bare = partial(_conv, batch, fused=False)
     yield "conv1", bare(224, 3, 64, 7, stride=2)
+    yield "pool1", replace(_pool(batch, 112, 64), padding=((1, 1), (1, 1)))
     c_in, size = 64, 56
     for stage, depth in enumerate([3, 4, 6, 3], 2):
         width = 64 * 2 ** (stage - 2)
@@ -309,7 +214,8 @@ def _resnet50(batch: int = 256) -> Iterable[tuple[str, Call]]:
             if index == 1:
                 yield f"{block}/shortcut", bare(size, c_in, 4 * width, 1, stride=stride)
             c_in, size = 4 * width, out_size
-    yield "fc", _dense((batch,), 2048, 1000)
+    yield "fc", _dense((batch,), 2048, CLASSES)
+    yield "loss", _loss(batch)
 
 
 def _vit_b16(batch: int = 128) -> Iterable[tuple[str, Call]]:
@@ -318,19 +224,28 @@ def _vit_b16(batch: int = 128) -> Iterable[tuple[str, Call]]:
     patches = replace(_conv(batch, 224, 3, width, 16, stride=16, edge=0), activation=None)
     yield "patch_embedding", patches
     for block in range(1, 13):
+        yield f"block_{block}/norm1", LayerNorm((*tokens, width))
         yield f"block_{block}/qkv", _dense(tokens, width, 3 * width)
+        yield f"block_{block}/attention", Attention((*tokens, 12, width // 12))
         yield f"block_{block}/projection", _dense(tokens, width, width)
+        yield f"block_{block}/norm2", LayerNorm((*tokens, width))
         yield f"block_{block}/mlp1", _dense(tokens, width, 4 * width, "gelu")
         yield f"block_{block}/mlp2", _dense(tokens, 4 * width, width)
-    yield "head", _dense((batch,), width, 1000)
+    yield "norm", LayerNorm((*tokens, width))
+    yield "head", _dense((batch,), width, CLASSES)
+    yield "loss", _loss(batch)
 
 
-_WORKLOADS: list[Workload] = [
+_NETWORKS: dict[str, tuple[str, Callable[..., Iterable[tuple[str, Call]]]]] = {
     # Krizhevsky, Sutskever and Hinton, "ImageNet Classification with Deep Convolutional Neural
     # Networks", NIPS 2012.
-    *_network("alexnet", "Krizhevsky et al., NIPS 2012", _alexnet()),
-    *_network("vgg16", "Simonyan and Zisserman, arXiv:1409.1556", _vgg16()),
-    *_network("googlenet", "Szegedy et al., arXiv:1409.4842", _googlenet()),
-    *_network("resnet50", "He et al., arXiv:1512.03385", _resnet50()),
-    *_network("vit_b16", "Dosovitskiy et al., arXiv:2010.11929", _vit_b16()),
-]
+    "alexnet": ("Krizhevsky et al., NIPS 2012", _alexnet),
+    "vgg16": ("Simonyan and Zisserman, arXiv:1409.1556", _vgg16),
+    "googlenet": ("Szegedy et al., arXiv:1409.4842", _googlenet),
+    "resnet50": ("He et al., arXiv:1512.03385", _resnet50),
+    "vit_b16": ("Dosovitskiy et al., arXiv:2010.11929", _vit_b16),
+}
+"""Papers and layers."""
+
+NETWORKS = tuple(_NETWORKS)
+"""The names of the networks."""

@@ -2,6 +2,8 @@
 
 import os
 
+# Tests know no tables of the tuner's but those that they make.
+os.environ["CONVJAX_TUNING"] = "off"
 # Under LLVM's highest level, XLA:CPU of jax 0.10 takes seconds to compile one threefry draw, and
 # tests compile thousands of small programs: one level lower, they take a twentieth of the time.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=2"

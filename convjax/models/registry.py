@@ -35,7 +35,8 @@ def create_model(
       num_classes: width of the last layer; None is the paper's (1000; 10 for CIFAR's networks),
         0 leaves the layer out and gives the features before it.
       dtype: compute type; parameters and statistics stay float32.
-      backend: of convolutions and dense layers, see `pallas_kernels`; pooling is XLA's.
+      backend: of convolutions, dense layers and max pooling, see `pallas_kernels`; batch norm is
+        XLA's.
       **fields: further fields of the model's class, over those of the variant.
 
     Raises:

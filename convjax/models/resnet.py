@@ -197,7 +197,7 @@ class ResNet(nn.Module):
         )(x)
         x = nn.relu(norm(name="norm1")(x, train))
         if self.stem == "imagenet":
-            x = max_pool(x, (3, 3), (2, 2), padding=1)
+            x = max_pool(x, (3, 3), (2, 2), padding=1, backend=self.backend)
         return x
 
 

@@ -32,7 +32,7 @@ class ModelConfig:
     Attributes:
       name: as `convjax.list_models` gives it.
       dtype: of activations and products; parameters stay float32.
-      backend: what runs convolutions and dense layers, as in `pallas_kernels`.
+      backend: what runs the network's operations and its loss, as in `pallas_kernels`.
       fields: further arguments of `convjax.create_model`, by name.
     """
 

@@ -61,6 +61,7 @@ class Parts:
             mean=data.mean,
             std=data.std,
             label_smoothing=config.label_smoothing,
+            backend=config.model.backend,
         )
 
     def summary(self, state: TrainState) -> str:
@@ -70,8 +71,8 @@ class Parts:
 
     def eval_step(self) -> jax.stages.Wrapped:
         """Return the jitted measurement."""
-        data = self.config.data
-        return make_eval_step(self.model, mean=data.mean, std=data.std)
+        data, backend = self.config.data, self.config.model.backend
+        return make_eval_step(self.model, mean=data.mean, std=data.std, backend=backend)
 
     def _keys(self) -> tuple[Key[Array, ""], Key[Array, ""]]:
         """Return the keys of the initial parameters and of dropout."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from jaxtyping import Array
 
 from experiments.command import OneLineParser
 from pallas_kernels import Backend
-from pallas_kernels.inspect.lowering import Pass
+from pallas_kernels.calls import Call, Pass
 from pallas_kernels.inspect.roofline import GPU, GPUS, floor
-from pallas_kernels.workloads import Call, Workload, workloads
+from pallas_kernels.workloads import Workload, workloads
 
 _ROUNDS = 7
 _CACHE = 256 * 2**20  # bytes: several times the L2 cache of any GPU that is named here
@@ -91,7 +91,7 @@ def _measure_all(
 ) -> list[Measurement]:
     found: list[Measurement] = []
     for workload in chosen:
-        for which in get_args(Pass):
+        for which in workload.call.passes:
             if time.monotonic() > deadline:
                 return found
             found.append(measure(workload, which, gpu))
@@ -118,10 +118,10 @@ def measure(
 ) -> Measurement:
     """Checks and times one pass by `kernel` and by XLA, on operands larger than `cache` bytes."""
     call = workload.call
-    sets = min(16, -(-cache // call.bytes_moved))
+    flops, moved = call.work(which)
+    sets = min(16, -(-cache // moved))
     programs = {backend: _program(call, which, backend, sets) for backend in (kernel, "xla")}
-    ours, theirs = (programs[backend]()[0].astype(jnp.float32) for backend in (kernel, "xla"))
-    error = jnp.linalg.norm((ours - theirs).ravel()) / jnp.linalg.norm(theirs.ravel())
+    error = _distance(*(programs[backend]()[0] for backend in (kernel, "xla")))
     seconds: dict[str, list[float]] = {backend: [] for backend in programs}
     for _ in range(rounds):
         for backend, program in programs.items():
@@ -129,12 +129,12 @@ def measure(
             jax.block_until_ready(program())
             seconds[backend].append((time.perf_counter() - started) / sets)
     medians = {backend: statistics.median(times) for backend, times in seconds.items()}
-    flops = 2 * call.macs
-    least = floor(gpu, "operands", flops=flops, bytes_moved=call.bytes_moved)
+    product = "operands" if call.is_product else "ieee"
+    least = floor(gpu, product, flops=flops, bytes_moved=moved)
     return Measurement(
         workload.name,
         which,
-        float(error),
+        error,
         medians[kernel],
         medians["xla"],
         least.seconds,
@@ -143,36 +143,50 @@ def measure(
     )
 
 
-def _program(call: Call, which: Pass, backend: Backend, sets: int) -> Callable[[], list[Array]]:
+def _distance(ours: Any, theirs: Any) -> float:
+    """The largest ‖ours - theirs‖ / ‖theirs‖ of the arrays of two results."""
+
+    def norm(x: Array) -> Array:
+        return jnp.linalg.norm(x.astype(jnp.float32).ravel())
+
+    each = jax.tree.map(
+        lambda x, y: norm(x.astype(jnp.float32) - y.astype(jnp.float32)) / norm(y), ours, theirs
+    )
+    return float(max(jax.tree.leaves(each)))
+
+
+def _program(call: Call, which: Pass, backend: Backend, sets: int) -> Callable[[], list[Any]]:
     """A compiled program that does the pass on `sets` sets of operands, any backend's the same."""
-    function = call.function(backend=backend)
+    function, names = call.function(backend=backend), call.differentiated(which)
     inputs: list[Any] = []
     for index in range(sets):
         operands = _random(jax.random.key(index), call.operands())
         if which == "forward":
             inputs.append(operands)
             continue
-        name = list(operands)[0 if which == "input_gradient" else 1]
-        rest = {other: array for other, array in operands.items() if other != name}
-        y, pull = jax.vjp(
-            lambda array, rest=rest, name=name: function(**rest, **{name: array}), operands[name]
-        )
+        rest = {name: array for name, array in operands.items() if name not in names}
+        of = {name: operands[name] for name in names}
+        y, pull = jax.vjp(lambda of, rest=rest: function(**rest, **of), of)
         inputs.append((pull, jax.random.normal(jax.random.key(sets + index), y.shape, y.dtype)))
 
-    def run(inputs: list[Any]) -> list[Array]:
+    def run(inputs: list[Any]) -> list[Any]:
         if which == "forward":
             return [function(**operands) for operands in inputs]
-        return [pull(dy)[0] for pull, dy in inputs]
+        return [pull(dy) for pull, dy in inputs]
 
     return partial(jax.jit(run).lower(inputs).compile(), inputs)
 
 
 def _random(key: Array, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    """Normal numbers; and whole ones, of which the only ones are labels, as classes 0 and 1."""
+
+    def draw(key: Array, shape: jax.ShapeDtypeStruct) -> Array:
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jax.random.randint(key, shape.shape, 0, 2, shape.dtype)
+        return jax.random.normal(key, shape.shape, shape.dtype)
+
     keys = jax.random.split(key, len(shapes))
-    return {
-        name: jax.random.normal(key, shape.shape, shape.dtype)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    return {name: draw(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
 if __name__ == "__main__":

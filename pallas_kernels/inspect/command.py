@@ -9,36 +9,25 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
 import jax
 
-from pallas_kernels.blocks import Blocks
-from pallas_kernels.conv2d_algorithms import Layout
-from pallas_kernels.epilogue import Activation
+from pallas_kernels.calls import Pass
+from pallas_kernels.inspect import arguments as of_calls
 from pallas_kernels.inspect import compiler, report
 from pallas_kernels.inspect.architectures import ARCHITECTURES
-from pallas_kernels.inspect.lowering import Pass
+from pallas_kernels.inspect.arguments import DTYPES, OPERATIONS, OPTIONS_OF
 from pallas_kernels.inspect.query import NO_KERNEL, Query, inspect
 from pallas_kernels.inspect.roofline import GPU, GPUS, default_gpu
 from pallas_kernels.inspect.sweep import inspect_all
-from pallas_kernels.workloads import Call, Conv2d, Matmul, workloads
+from pallas_kernels.workloads import workloads
 
-_DTYPES = ("bfloat16", "float16", "float32")
-_BLOCKS = "m=128,n=128,k=64,warps=4,stages=3,splits=1"
-
-_OPTIONS_OF: dict[str, set[str]] = {
-    "conv2d": {
-        "input", "kernel", "strides", "padding", "dilation", "groups", "layout", "bias", "residual",
-        "activation", "algorithm", "blocks", "pass", "dump",
-    },
-    "matmul": {"a", "b", "bias", "residual", "activation", "blocks", "pass", "dump"},
-    "--all": {"jobs"},
-}  # fmt: skip
-"""The options that only some questions have."""
+_OF_ALL = {"jobs", "precision"}
+"""The options of `--all` that one call may not have."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,32 +79,16 @@ def _parser(description: str | None) -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("operation", nargs="?", choices=("conv2d", "matmul"), help="one call of an operation")
+    add("operation", nargs="?", choices=OPERATIONS, help="one call of an operation")
     add("--all", nargs="?", const="*", metavar="PATTERN", help="all of `workloads(PATTERN)`")
-    add("--dtype", help=f"{', '.join(_DTYPES)}; several with --all; by default bfloat16")
+    add("--dtype", help=f"{', '.join(DTYPES)}; several with --all; by default bfloat16")
     add("--precision", choices=("default", "high", "highest"), help="tf32, three of tf32, float32")
     add("--arch", choices=list(ARCHITECTURES), help="by default that of --gpu")
     add("--gpu", type=_gpu, help=f"{', '.join(GPUS)}; by default the first of --arch")
     add("--json", action="store_true", help="an object a kernel; a list for several and for --all")
-    add = parser.add_argument_group("one call").add_argument
     add("--pass", choices=get_args(Pass), help="by default forward")
-    add("--bias", action="store_true", default=None, help="add one number for each channel")
-    add("--residual", action="store_true", default=None, help="add an array of the output's shape")
-    add("--activation", choices=get_args(Activation), help="apply it to the sum")
-    add("--blocks", type=_blocks, metavar=_BLOCKS, help="the forward kernel's")
     add("--dump", choices=("jaxpr", "ttir", "ptx", "sass"), help="print that in place of a report")
-    add = parser.add_argument_group("conv2d").add_argument
-    add("--input", type=_numbers(4), metavar="N,H,W,C", help="in --layout's order")
-    add("--kernel", type=_numbers(4), metavar="KH,KW,C/GROUPS,C_OUT")
-    add("--strides", type=_numbers(2), metavar="DOWN,ACROSS")
-    add("--padding", type=_padding, metavar="SAME|VALID|ROWS,COLUMNS|TOP,BOTTOM,LEFT,RIGHT")
-    add("--dilation", type=_numbers(2), metavar="DOWN,ACROSS")
-    add("--groups", type=int)
-    add("--layout", choices=get_args(Layout))
-    add("--algorithm", help="of the Triton backend; by default the one that it chooses")
-    add = parser.add_argument_group("matmul").add_argument
-    add("--a", type=_numbers(), metavar="M,K", help="or a batch of them, BATCH,M,K")
-    add("--b", type=_numbers(), metavar="K,N", help="or one for each of the batch, BATCH,K,N")
+    of_calls.add_to(parser)
     add = parser.add_argument_group("--all").add_argument
     add("--jobs", type=int, help="processes; by default one a CPU")
     return parser
@@ -124,13 +97,13 @@ def _parser(description: str | None) -> _Parser:
 def _check(options: argparse.Namespace, parser: _Parser) -> None:
     """End if the options do not make a question."""
     if (options.all is None) == (options.operation is None):
-        parser.error("give one of conv2d, matmul and --all")
+        parser.error(f"give one of {', '.join(OPERATIONS)} and --all")
     asked = options.operation or "--all"
-    for name in sorted(set.union(*_OPTIONS_OF.values()) - _OPTIONS_OF[asked]):
-        if getattr(options, name) is not None:
+    had = _OF_ALL if options.all is not None else OPTIONS_OF[asked]
+    for name in sorted(set.union(_OF_ALL, *OPTIONS_OF.values()) - had):
+        if getattr(options, name.replace("-", "_")) is not None:
             parser.error(f"--{name} is not an option of {asked}")
-    needed = {"conv2d": ("input", "kernel"), "matmul": ("a", "b"), "--all": ()}[asked]
-    for name in needed:
+    for name in of_calls.needed(asked) if options.operation else ():
         if getattr(options, name) is None:
             parser.error(f"{asked} needs --{name}")
     if options.arch is None and options.gpu is None:
@@ -143,8 +116,8 @@ def _check(options: argparse.Namespace, parser: _Parser) -> None:
         parser.error("--dump prints text: give it or --json")
     dtypes = (options.dtype or "bfloat16").split(",")
     for dtype in dtypes:
-        if dtype not in _DTYPES:
-            parser.error(f"dtype={dtype!r} must be one of {', '.join(_DTYPES)}")
+        if dtype not in DTYPES:
+            parser.error(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     if len(dtypes) > 1 and asked != "--all":
         parser.error(f"dtype={options.dtype!r} must be one dtype, except with --all")
     if options.jobs is not None and options.jobs < 1:
@@ -156,10 +129,14 @@ def _check(options: argparse.Namespace, parser: _Parser) -> None:
 
 
 def _answer_one(options: argparse.Namespace) -> int:
+    call, which = of_calls.call_of(options, options.dtypes[0]), getattr(options, "pass")
+    if which not in (None, *call.passes):
+        passes = ", ".join(call.passes)
+        raise ValueError(f"pass={which!r} must be one of {call.operation}'s: {passes}")
     query = Query(
-        _call(options),
+        call,
         options.gpu,
-        getattr(options, "pass") or "forward",
+        which or "forward",
         precision=options.precision,
         algorithm=options.algorithm,
         blocks=options.blocks,
@@ -174,21 +151,6 @@ def _answer_one(options: argparse.Namespace) -> int:
     else:
         print("\n\n".join(map(report.as_lines, answers)))
     return 0
-
-
-def _call(options: argparse.Namespace) -> Call:
-    given: dict[str, Any] = {
-        "bias": options.bias or False,
-        "residual": options.residual or False,
-        "activation": options.activation,
-        "dtype": options.dtypes[0],
-    }
-    if options.operation == "matmul":
-        return Matmul(options.a, options.b, **given)
-    for name in ("strides", "padding", "dilation", "groups", "layout"):
-        if getattr(options, name) is not None:
-            given[name] = getattr(options, name)
-    return Conv2d(options.input, options.kernel, **given)
 
 
 def _dump(query: Query, stage: str) -> str:
@@ -212,12 +174,12 @@ def _answer_all(options: argparse.Namespace) -> int:
             replace(workload.call, dtype=dtype),
             options.gpu,
             which,
-            precision=options.precision,
+            precision=options.precision if workload.call.is_product else None,
             workload=workload,
         )
         for workload in found
         for dtype in options.dtypes
-        for which in get_args(Pass)
+        for which in workload.call.passes
     ]
     answers = inspect_all(queries, jobs=options.jobs or os.cpu_count() or 1, progress=_progress)
     if options.json:
@@ -244,46 +206,3 @@ def _gpu(text: str) -> GPU:
     if name not in GPUS:
         raise argparse.ArgumentTypeError(f"gpu={text!r} must be one of {', '.join(GPUS)}")
     return GPUS[name]
-
-
-def _numbers(count: int | None = None) -> Callable[[str], tuple[int, ...]]:
-    def parse(text: str) -> tuple[int, ...]:
-        words = text.split(",")
-        if not all(word.isdecimal() and int(word) for word in words):
-            raise argparse.ArgumentTypeError(f"{text} must be whole numbers from 1 on")
-        if count is not None and len(words) != count:
-            raise argparse.ArgumentTypeError(f"{text} must be {count} numbers")
-        return tuple(map(int, words))
-
-    return parse
-
-
-def _padding(text: str) -> Any:
-    words = text.split(",")
-    if not all(word.isdecimal() for word in words):
-        if text in ("SAME", "VALID"):
-            return text
-    elif len(words) in (2, 4):
-        numbers = tuple(map(int, words))
-        if len(numbers) == 2:
-            return tuple((edge, edge) for edge in numbers)
-        return numbers[:2], numbers[2:]
-    raise argparse.ArgumentTypeError(
-        f"{text} must be SAME, VALID, ROWS,COLUMNS or TOP,BOTTOM,LEFT,RIGHT in pixels"
-    )
-
-
-def _blocks(text: str) -> Blocks:
-    sizes: dict[str, int] = {}
-    for word in text.split(","):
-        name, _, size = word.partition("=")
-        if name not in Blocks.__dataclass_fields__ or not size.isdecimal():
-            raise argparse.ArgumentTypeError(f"{word!r} must be a field of {_BLOCKS}")
-        sizes[name] = int(size)
-    missing = [name for name in ("m", "n", "k") if name not in sizes]
-    if missing:
-        raise argparse.ArgumentTypeError(f"{text} must have {', '.join(missing)}")
-    try:
-        return Blocks(**sizes)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
@@ -16,11 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
+from pallas_kernels.calls import Call, Pass
 from pallas_kernels.inspect.roofline import GPU
-from pallas_kernels.workloads import Call
-
-Pass = Literal["forward", "input_gradient", "kernel_gradient"]
-"""The gradients are those of the first operand, x or a, and of the second, w or b."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,12 @@ def _trace(call: Call, which: Pass, options: dict[str, Any]) -> Any:
     if which == "forward":
         traced = jax.make_jaxpr(lambda operands: function(**operands))(operands)
     else:
-        name = list(operands)[0 if which == "input_gradient" else 1]
+        names = call.differentiated(which)
 
         def differentiate(operands):
-            rest = {other: array for other, array in operands.items() if other != name}
-            return jax.vjp(lambda array: function(**rest, **{name: array}), operands[name])
+            rest = {name: array for name, array in operands.items() if name not in names}
+            of = {name: operands[name] for name in names}
+            return jax.vjp(lambda of: function(**rest, **of), of)
 
         y, pull = jax.eval_shape(differentiate, operands)
         traced = jax.make_jaxpr(lambda pull, dy: pull(dy))(pull, y)

@@ -6,14 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import Blocks
+from pallas_kernels.calls import Call, Pass, Work
 from pallas_kernels.inspect import machine_code
 from pallas_kernels.inspect.architectures import ARCHITECTURES, Architecture
 from pallas_kernels.inspect.compiler import Binary, compile_kernel
-from pallas_kernels.inspect.lowering import Launch, Pass, Trace, lower
+from pallas_kernels.inspect.lowering import Launch, Trace, lower
 from pallas_kernels.inspect.machine_code import MachineCode
 from pallas_kernels.inspect.roofline import GPU, Floor, floor
 from pallas_kernels.launch import Product, product
-from pallas_kernels.workloads import Call, Workload
+from pallas_kernels.workloads import Workload
 
 NO_KERNEL = "XLA computes it, without a kernel"
 
@@ -38,12 +39,15 @@ class Query:
 
     @property
     def product(self) -> Product:
+        """The arithmetic of its floor: float32 on the CUDA cores, unless it is products."""
+        if not self.call.is_product:
+            return "ieee"
         return product(jnp.dtype(self.call.dtype), self.precision)
 
     def trace(self) -> Trace:
         """The pass as jax hands it to XLA; errors as in `lower`."""
-        options: dict[str, Any] = {"precision": self.precision}
-        for name in ("algorithm", "blocks"):  # `matmul` has no algorithms to choose from
+        options: dict[str, Any] = {}
+        for name in ("precision", "algorithm", "blocks"):  # not every operation has all of them
             if getattr(self, name) is not None:
                 options[name] = getattr(self, name)
         return lower(self.call, self.which, self.gpu, **options)
@@ -65,14 +69,18 @@ class Answer:
     reason: str | None = None
 
     @property
+    def _work(self) -> Work:
+        return self.query.call.work(self.query.which)
+
+    @property
     def flops(self) -> int:
         """The kernel's, or those of the call that has none."""
-        return 2 * self.query.call.macs if self.launch is None else self.launch.flops
+        return self._work.flops if self.launch is None else self.launch.flops
 
     @property
     def bytes_moved(self) -> int:
         """The kernel's at best, or those of the call that has none."""
-        return self.query.call.bytes_moved if self.launch is None else self.launch.bytes_moved
+        return self._work.bytes_moved if self.launch is None else self.launch.bytes_moved
 
     @property
     def floor(self) -> Floor:

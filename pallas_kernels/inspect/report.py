@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from pallas_kernels.calls import Call
 from pallas_kernels.inspect.machine_code import MachineCode
 from pallas_kernels.inspect.query import Answer
-from pallas_kernels.workloads import Call
 
 
 def _by_width(widths: dict[int, int]) -> dict[str, int]:

@@ -2,15 +2,14 @@
 
 import subprocess
 import sys
-from typing import get_args
 
 import jax
 import pytest
 
 from experiments.benchmarks.kernels import Measurement, measure
-from pallas_kernels.inspect.lowering import Pass
+from pallas_kernels.calls import Conv2d, Matmul
 from pallas_kernels.inspect.roofline import GPUS
-from pallas_kernels.workloads import Conv2d, Matmul, Workload
+from pallas_kernels.workloads import Workload
 
 CALLS = {
     "conv2d": Conv2d((2, 5, 5, 3), (3, 3, 3, 4), strides=(2, 2), bias=True, activation="relu"),
@@ -18,8 +17,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("which", get_args(Pass))
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "which"), [(name, which) for name, call in CALLS.items() for which in call.passes]
+)
 def test_a_right_kernel_is_found_right(name, which):
     workload = Workload("test", name, "", CALLS[name])
     found = measure(workload, which, GPUS["H200"], kernel="interpret", cache=1, rounds=1)

@@ -2,17 +2,19 @@
 
 import inspect
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import conv2d, conv2d_transpose
+from pallas_kernels import Blocks, conv2d, conv2d_transpose
 from pallas_kernels.conv2d import reference
 from tests.pallas_kernels.arrays import assert_close, float64, normal
 from tests.pallas_kernels.convolutions import Case, cases, convolve, forward, transposed
@@ -340,3 +342,19 @@ def test_kernels_refuse_arrays_that_32_bits_do_not_count():
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="x of dtype uint8 must be floating"):
         unchecked(jnp.ones((1, 5, 5, 4), jnp.uint8), jnp.ones((3, 3, 4, 6)))
+
+
+def test_blocks_are_the_kernels_own(unchecked):
+    x, w = jnp.ones((1, 4, 4, 4)), jnp.ones((3, 3, 1, 4))
+    blocks = Blocks(16, 16, 16)
+    with pytest.raises(ValueError, match="must be None: a depthwise convolution is no kernel's"):
+        conv2d(x, w, groups=4, backend="interpret", blocks=blocks)
+    with pytest.raises(ValueError, match="blocks of splits=2 must have 1"):
+        conv2d(x, jnp.ones((3, 3, 4, 4)), backend="interpret", blocks=replace(blocks, splits=2))
+
+
+def test_numpys_integers_are_whole_numbers(unchecked):
+    x, w = jnp.ones((1, 4, 4, 4)), jnp.ones((3, 3, 2, 4))
+    two = np.int64(2)
+    y = conv2d(x, w, groups=two, strides=(two, two))
+    np.testing.assert_array_equal(y, conv2d(x, w, groups=2, strides=(2, 2)))

@@ -44,7 +44,7 @@ def test_platform_is_the_default_backend_without_a_mesh():
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"), [("cuda", "gpu"), ("rocm", "gpu"), ("tpu", "tpu"), ("cpu", "cpu")]
+    ("device", "expected"), [("cuda", "gpu"), ("rocm", "rocm"), ("tpu", "tpu"), ("cpu", "cpu")]
 )
 def test_platform_is_that_of_the_mesh_in_use(device, expected):
     abstract = AbstractDevice(device_kind="some", num_cores=None, platform=device)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import Blocks, matmul
+from pallas_kernels import Blocks, launch, matmul
 from pallas_kernels.matmul import reference
 from tests.pallas_kernels.arrays import normal
 from tests.pallas_kernels.references import Epilogue, assert_agrees, product
@@ -160,11 +160,25 @@ def test_kernels_refuse_other_dtypes(dtype):
             assert matmul(a, a).dtype == dtype
 
 
-@pytest.mark.parametrize("precision", ["sloppy", ("high", "high"), "TF32_TF32_F32"])
+@pytest.mark.parametrize("precision", [("high", "default"), "TF32_TF32_F32"])
 def test_kernels_refuse_other_precisions(precision):
     a = jnp.ones((2, 2))
     with pytest.raises(NotImplementedError, match=re.escape(f"precision={precision!r} has no")):
         matmul(a, a, precision=precision, backend="interpret")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_misspelt_precision_is_an_error_in_any_dtype(dtype):
+    a = jnp.ones((2, 2), dtype)
+    for backend in ("interpret", "xla"):
+        with pytest.raises(ValueError, match=r"[Pp]recision"):
+            matmul(a, a, precision="sloppy", backend=backend)
+
+
+def test_kernels_read_jaxs_default_precision():
+    assert launch.product(jnp.float32, None) == "tf32"
+    with jax.default_matmul_precision("float32"):
+        assert launch.product(jnp.float32, None) == "ieee"
 
 
 @pytest.mark.parametrize(("a", "b"), [((2**16, 2**15), (2**15, 1)), ((2**16, 1), (1, 2**15))])

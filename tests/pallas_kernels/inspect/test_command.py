@@ -43,9 +43,12 @@ CONVOLUTION = ("conv2d", "--input=1,8,8,16", "--kernel=3,3,16,16", "--arch=sm_90
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((), "give one of conv2d, matmul and --all"),
-        (("matmul", "--all", "--arch=sm_90"), "give one of conv2d, matmul and --all"),
-        (("attention",), "invalid choice: 'attention' (choose from 'conv2d', 'matmul')"),
+        ((), "give one of conv2d, matmul, attention, layer_norm, local_response_norm, "),
+        (
+            ("matmul", "--all", "--arch=sm_90"),
+            "give one of conv2d, matmul, attention, layer_norm, local_response_norm, ",
+        ),
+        (("dense",), "invalid choice: 'dense' (choose from 'conv2d', 'matmul', 'attention', "),
         (("conv2d", "--input=1,8,8,16", "--arch=sm_90"), "conv2d needs --kernel"),
         (("matmul", "--a=64,64", "--b=64,64"), "--arch must be given: sm_80, sm_89, sm_90, sm_100"),
         (("matmul", "--a=64,64", "--b=64,64", "--arch=sm_70"), "invalid choice: 'sm_70'"),
@@ -69,9 +72,15 @@ CONVOLUTION = ("conv2d", "--input=1,8,8,16", "--kernel=3,3,16,16", "--arch=sm_90
         ((*PRODUCT, "--dump=sass", "--json"), "--dump prints text: give it or --json"),
         (("matmul", "--a=4,4", "--b=4,-4", "--arch=sm_90"), "4,-4 must be whole numbers from 1 on"),
         (("matmul", "--a=4,4", "--b=5,4", "--arch=sm_90"), "a has k=4 columns but b has k=5 rows"),
-        ((*CONVOLUTION, "--input=8,8,16"), "8,8,16 must be 4 numbers"),
+        ((*CONVOLUTION, "--input=8,8,16"), "input=8,8,16 must be 4 numbers"),
         ((*CONVOLUTION, "--padding=same"), "same must be SAME, VALID, ROWS,COLUMNS or TOP"),
         ((*CONVOLUTION, "--padding=1,2,3"), "1,2,3 must be SAME, VALID, ROWS,COLUMNS or TOP"),
+        ((*CONVOLUTION, "--pass=backward"), "must be one of conv2d's: forward, input_gradient, "),
+        (("max_pool", "--input=8,8,16", "--arch=sm_90"), "input=8,8,16 must be 4 numbers"),
+        (
+            ("layer_norm", "--input=8,16", "--causal", "--arch=sm_90"),
+            "--causal is not an option of",
+        ),
         ((*CONVOLUTION, "--groups=3"), "groups=3 must divide c_in=16"),
         ((*CONVOLUTION, "--dilation=4,4", "--padding=VALID"), "does not fit 8 pixels"),
         ((*CONVOLUTION, "--algorithm=winograd"), "algorithm='winograd' must be one of"),

@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("triton", reason="Triton's compiler is not installed: convjax[inspect]")
 
 from pallas_kernels.blocks import Blocks
+from pallas_kernels.calls import Conv2d, Matmul
 from pallas_kernels.inspect import Query, inspect
 from pallas_kernels.inspect.architectures import ARCHITECTURES
 from pallas_kernels.inspect.compiler import CompilerError, compile_kernel
 from pallas_kernels.inspect.roofline import default_gpu
-from pallas_kernels.workloads import Conv2d, Matmul
 
 PRODUCT = Matmul((4096, 4096), (4096, 4096))
 

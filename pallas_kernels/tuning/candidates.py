@@ -1,0 +1,168 @@
+"""The ways to do one pass of a call, the default first and then the most promising.
+
+XLA's own is always among them: on a GPU that is cuDNN's or cuBLAS's choice. What cannot be built is
+not: an algorithm that refuses the shape, and a matrix of patches that would not fit in memory.
+"""
+
+from collections.abc import Callable, Iterable
+from math import prod
+
+import jax.numpy as jnp
+
+from pallas_kernels import conv2d_algorithms, conv2d_kernels, direct_chwn, implicit_gemm
+from pallas_kernels.attention import search_space as attention_search_space
+from pallas_kernels.blocks import Blocks, ceiling
+from pallas_kernels.calls import Attention, Call, Conv2d, CrossEntropy, LayerNorm, Matmul, Pass
+from pallas_kernels.conv2d_algorithms import ALGORITHMS, Algorithm, Convolution
+from pallas_kernels.cross_entropy import search_space as cross_entropy_search_space
+from pallas_kernels.layer_norm import search_space as layer_norm_search_space
+from pallas_kernels.matmul import MULTIPROCESSORS
+from pallas_kernels.matmul import search_space as matmul_search_space
+from pallas_kernels.selection import Choice
+from pallas_kernels.windows import resolve
+
+LARGEST_COPY = 2**31
+"""Bytes that an algorithm may copy its images to."""
+
+
+def candidates(call: Call, which: Pass, platform: str) -> list[Choice]:
+    """The ways to do a pass of `call` on a platform, as `launch.platform` names it.
+
+    The first is what is done where nothing was measured.
+    """
+    if isinstance(call, Conv2d):
+        found = list(_convolutions(call, which, platform))
+    elif isinstance(call, Matmul) and platform == "gpu":
+        found = [
+            Choice("xla"),
+            *_by_estimate(_product_of(call, which), call.dtype, matmul_search_space),
+        ]
+        if call.dtype != "float32":  # where the kernel is the default
+            found[:2] = found[1::-1]
+    else:
+        found = [Choice("xla")]
+        if platform == "gpu":
+            guessed = call.dtype != "float32" or not call.is_product
+            kernels = [Choice("triton", None, blocks) for blocks in _blocks_of(call)]
+            found = [*kernels[: guessed and 1], *found, *kernels[guessed:]]
+    return found
+
+
+def _blocks_of(call: Call) -> list[Blocks]:
+    """The search space of an operation whose passes go together."""
+    if isinstance(call, Attention):
+        shape = (call.q[1], call.k[1], call.q[3])
+        return attention_search_space(shape, call.dtype, causal=call.causal)
+    if isinstance(call, LayerNorm):
+        return layer_norm_search_space((prod(call.x[:-1]), call.x[-1]), call.dtype)
+    if isinstance(call, CrossEntropy):
+        return cross_entropy_search_space((prod(call.y), call.logits[-1]), call.dtype)
+    return []
+
+
+def _convolutions(call: Conv2d, which: Pass, platform: str) -> Iterable[Choice]:
+    convolution = _convolution(call)
+    default: Algorithm = getattr(conv2d_algorithms.default_algorithms(convolution, platform), which)
+    ordered: list[Algorithm] = sorted(ALGORITHMS, key=lambda name: _copied(name, call))
+    ordered.remove(default)
+    xla = [Choice("xla", default)]
+    for algorithm in ordered:
+        refused = conv2d_algorithms.refusal(algorithm, convolution)
+        if refused is None and _copied(algorithm, call) <= LARGEST_COPY:
+            xla.append(Choice("xla", algorithm))
+    if platform != "gpu":
+        yield from xla
+        return
+    kernels: list[Choice] = []
+    shape = _product_of(call, which)
+    for algorithm in _KERNELS:
+        if conv2d_kernels.refusal(algorithm, convolution) is None:
+            blocks = _BLOCKS[algorithm]
+            if which == "kernel_gradient" and algorithm in ("implicit_gemm", "direct_chwn"):
+                blocks = _sums
+            kernels += _by_estimate(shape, call.dtype, blocks, algorithm)
+    kernel_first = conv2d_kernels.preferred(
+        convolution, call.batch, jnp.dtype(call.dtype), None, None
+    )
+    yield from kernels[:1] * kernel_first
+    yield from xla
+    yield from kernels[kernel_first:]
+
+
+def _convolution(call: Conv2d) -> Convolution:
+    size = dict(zip(call.layout, call.x, strict=True))
+    rows, columns = resolve(
+        (size["H"], size["W"]),
+        call.w[:2],
+        strides=call.strides,
+        padding=call.padding,
+        dilation=call.dilation,
+    )
+    return Convolution(rows, columns, size["C"], call.w[3], call.groups, call.layout, None)
+
+
+def _copied(algorithm: str, call: Conv2d) -> int:
+    """Bytes of the copies of its images that an algorithm makes, at most."""
+    pixels = prod(call.y) // call.w[3]
+    channels = prod(call.x) // (call.batch * prod(_convolution_size(call)))
+    copies = {"im2col": prod(call.w[:2]), "shifted": 1, "direct": 0}.get(algorithm, 0)
+    return copies * pixels * channels * jnp.dtype(call.dtype).itemsize
+
+
+def _convolution_size(call: Conv2d) -> tuple[int, int]:
+    return call.x[call.layout.index("H")], call.x[call.layout.index("W")]
+
+
+def _product_of(call: Conv2d | Matmul, which: Pass) -> tuple[int, int, int]:
+    """(m, n, k) of the product that a pass is."""
+    if isinstance(call, Matmul):
+        *batch, m, k = call.a
+        n = call.b[-1]
+        m *= prod(batch) if len(call.b) == 2 else 1
+    else:
+        m, n, k = prod(call.y) // call.w[3], call.w[3] // call.groups, prod(call.w[:3])
+    if which == "forward":
+        return m, n, k
+    if which == "kernel_gradient":
+        return k, n, m
+    if isinstance(call, Conv2d):
+        taps, channels = prod(call.w[:2]), call.w[2]
+        return prod(call.x) // (channels * call.groups), channels, taps * n
+    return m, k, n
+
+
+def _sums(shape: tuple[int, int, int], dtype: str) -> list[Blocks]:
+    return implicit_gemm.search_space(shape, dtype, sums=True)
+
+
+_KERNELS: tuple[Algorithm, ...] = ("pointwise", "patches", "implicit_gemm", "direct_chwn")
+
+_BLOCKS: dict[str, Callable[[tuple[int, int, int], str], list[Blocks]]] = {
+    "pointwise": matmul_search_space,
+    "patches": matmul_search_space,
+    "implicit_gemm": implicit_gemm.search_space,
+    "direct_chwn": direct_chwn.search_space,
+}
+
+
+def _by_estimate(
+    shape: tuple[int, int, int],
+    dtype: str,
+    space: Callable[[tuple[int, int, int], str], list[Blocks]],
+    algorithm: str | None = None,
+) -> list[Choice]:
+    """A kernel with all blocks of its search space: the default, then by an estimate of time."""
+    first, *rest = space(shape, dtype)
+    rest.sort(key=lambda blocks: _estimate(shape, blocks))
+    return [Choice("triton", algorithm, blocks) for blocks in (first, *rest)]
+
+
+def _estimate(shape: tuple[int, int, int], blocks: Blocks) -> float:
+    """A time without unit: the slower of a tile's arithmetic and its reads from the L2 cache, which
+    an H200 does at about 200 FLOPs a byte, times the rounds in which tiles are made."""
+    m, n, k = shape
+    tiles = ceiling(m, blocks.m) * ceiling(n, blocks.n) * blocks.splits
+    depth = ceiling(k, blocks.k * blocks.splits) * blocks.k
+    arithmetic = 2 * blocks.m * blocks.n * depth
+    reads = 200 * 2 * (blocks.m + blocks.n) * depth
+    return float(ceiling(tiles, MULTIPROCESSORS) * max(arithmetic, reads))
