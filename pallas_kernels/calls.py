@@ -203,7 +203,7 @@ class Attention(_Call):
     operation: ClassVar[str] = "attention"
     is_product: ClassVar[bool] = True
 
-    q: Shape
+    q: tuple[int, ...]
     s: int | None = None
     causal: bool = False
 
@@ -212,12 +212,12 @@ class Attention(_Call):
         return self.q[0]
 
     @property
-    def y(self) -> Shape:
+    def y(self) -> tuple[int, ...]:
         """The result's shape."""
         return self.q
 
     @property
-    def k(self) -> Shape:
+    def k(self) -> tuple[int, ...]:
         """The shape of k and of v."""
         b, t, h, d = self.q
         return (b, self.s or t, h, d)
@@ -272,7 +272,7 @@ class LocalResponseNorm(_Call):
 
     operation: ClassVar[str] = "local_response_norm"
 
-    x: Shape
+    x: tuple[int, ...]
     size: int = 5
     groups: int = 1
     layout: Layout = "NHWC"
@@ -282,7 +282,7 @@ class LocalResponseNorm(_Call):
         return self.x[self.layout.index("N")]
 
     @property
-    def y(self) -> Shape:
+    def y(self) -> tuple[int, ...]:
         """The result's shape."""
         return self.x
 
@@ -300,26 +300,30 @@ class LocalResponseNorm(_Call):
 
 @dataclass(frozen=True)
 class MaxPool(_Call):
-    """A call of `max_pool` on x [b, h, w, c]."""
+    """A call of `max_pool` on x, in `layout`."""
 
     operation: ClassVar[str] = "max_pool"
 
-    x: Shape
+    x: tuple[int, ...]
     window: Pair = (3, 3)
     strides: Pair = (2, 2)
     padding: Padding = "VALID"
+    layout: Layout = "NHWC"
 
     @property
     def batch(self) -> int:
-        return self.x[0]
+        return self.x[self.layout.index("N")]
 
     @property
-    def y(self) -> Shape:
+    def y(self) -> tuple[int, ...]:
         """The result's shape."""
+        size = dict(zip(self.layout, self.x, strict=True))
         rows, columns = windows.resolve(
-            self.x[1:3], self.window, strides=self.strides, padding=self.padding
+            (size["H"], size["W"]), self.window, strides=self.strides, padding=self.padding
         )
-        return self.x[0], rows.count, columns.count, self.x[3]
+        size |= {"H": rows.count, "W": columns.count}
+        n, h, w, c = (size[axis] for axis in self.layout)
+        return n, h, w, c
 
     def work(self, which: Pass = "forward") -> Work:
         """A comparison a tap; x read, y and a byte for each window written, and the reverse."""
@@ -327,7 +331,12 @@ class MaxPool(_Call):
         return Work(flops, _bytes(self.dtype, self.x, self.y) + prod(self.y))
 
     def options(self) -> dict[str, Any]:
-        return {"window": self.window, "strides": self.strides, "padding": self.padding}
+        return {
+            "window": self.window,
+            "strides": self.strides,
+            "padding": self.padding,
+            "layout": self.layout,
+        }
 
     def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
         return _abstract({"x": (self.x, self.dtype)})

@@ -32,7 +32,7 @@ _FIELDS: dict[type[Call], tuple[str, ...]] = {
     Attention: ("input", "keys", "causal", "precision"),
     LayerNorm: ("input",),
     LocalResponseNorm: ("input", "size", "groups", "layout"),
-    MaxPool: ("input", "window", *_WINDOWS),
+    MaxPool: ("input", "window", *_WINDOWS, "layout"),
     CrossEntropy: ("input", "label-smoothing"),
 }
 """The options that make a call of each operation."""
