@@ -212,14 +212,15 @@ def attention(
     _check_operands(q, k, v, key_lengths)
     dtype = jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), v.dtype)
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
-    fits = max(q.size, k.size) < launch.COUNTABLE and q.shape[-1] <= WIDEST
     backend, blocks = selection.resolve(
         calls.Attention(
             q.shape, k.shape[1] if k.shape[1] != q.shape[1] else None, causal, dtype=dtype.name
         ),
         backend,
-        guess=dtype in (jnp.bfloat16, jnp.float16) and fits,
+        possible=q.shape[-1] <= WIDEST,
+        guess=dtype in (jnp.bfloat16, jnp.float16) and launch.is_countable(q, k),
         blocks=blocks,
+        asks=key_lengths is None and launch.is_default(precision),
     )
     scale = _scale(scale, q.shape[-1])
     if backend == "xla":

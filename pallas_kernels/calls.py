@@ -22,7 +22,7 @@ import pallas_kernels
 from pallas_kernels import windows
 from pallas_kernels.conv2d_algorithms import Layout
 from pallas_kernels.epilogue import Activation
-from pallas_kernels.windows import Padding, Pair
+from pallas_kernels.windows import Edges, Padding, Pair
 
 Pass = Literal["forward", "input_gradient", "kernel_gradient", "backward"]
 """The gradients are those of the first operand, x or a, and of the second, w or b; `backward` is
@@ -68,9 +68,11 @@ class _Call:
         """The operands whose gradient a pass is."""
         operands = self.operands()
         floating = [name for name, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+        if which == "forward":
+            return ()
         if which == "backward":
             return tuple(floating)
-        return {"forward": (), "input_gradient": (floating[0],)}.get(which, (floating[1],))
+        return (floating[which == "kernel_gradient"],)
 
     def work(self, which: Pass = "forward") -> Work:
         """FLOPs and bytes of a pass."""
@@ -117,6 +119,20 @@ class Conv2d(_Call):
         size = {"N": self.batch, "H": rows.count, "W": columns.count, "C": self.w[3]}
         n, h, w, c = (size[axis] for axis in self.layout)
         return n, h, w, c
+
+    @property
+    def edges(self) -> Edges:
+        """The padding in pixels."""
+        size = dict(zip(self.layout, self.x, strict=True))
+        axes = windows.resolve(
+            (size["H"], size["W"]),
+            self.w[:2],
+            strides=self.strides,
+            padding=self.padding,
+            dilation=self.dilation,
+        )
+        (top, bottom), (left, right) = ((axis.before, axis.after) for axis in axes)
+        return (top, bottom), (left, right)
 
     @property
     def macs(self) -> int:
@@ -220,7 +236,7 @@ class Attention(_Call):
     def k(self) -> tuple[int, ...]:
         """The shape of k and of v."""
         b, t, h, d = self.q
-        return (b, self.s or t, h, d)
+        return (b, t if self.s is None else self.s, h, d)
 
     def work(self, which: Pass = "forward") -> Work:
         """Two products forward, five backward, of which a causal one needs half."""

@@ -229,7 +229,8 @@ def _with_epilogue(
     source, w = source.astype(dtype), w.astype(dtype)
     images = source.shape[layout.index("N")]
     call = None
-    if backend == "auto" and algorithm is None and blocks is None:
+    by_default = launch.platform() != "gpu" or launch.is_default(convolution.precision)
+    if backend == "auto" and algorithm is None and blocks is None and by_default:
         terms = {"bias": bias is not None, "residual": residual is not None}
         call = _call(images, convolution, dtype, activation=activation, **terms)
     kernel_first = launch.platform() == "gpu" and conv2d_kernels.preferred(

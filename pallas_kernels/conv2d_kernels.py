@@ -111,8 +111,8 @@ def convolve(
 ) -> Float[Array, "_ _ _ _"]:  # fmt: skip
     """activation(source * w + bias + residual), or of the transpose, by `direction`.
 
-    Source, residual and result are in the convolution's layout. A pass of `call` is done in the way
-    that was measured to be the fastest, which may be XLA's.
+    Source, residual and result are in the convolution's layout. A pass of `call` is done by the
+    kernel that was measured to be the fastest, or by XLA's own convolution where XLA was.
 
     Raises:
       ValueError: `algorithm` cannot do this.

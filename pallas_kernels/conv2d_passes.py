@@ -123,7 +123,7 @@ def _kernel_gradient_forward(problem: Problem, kernel: Kernel, x: Array, dy: Arr
 
 def _kernel_gradient_backward(problem: Problem, kernel: Kernel, saved, ddw: Array):
     x, dy = saved
-    ddw = ddw.astype(x.dtype)
+    ddw, problem = ddw.astype(x.dtype), replace(problem, blocks=None)
     (dx,) = gather(replace(problem, direction="transposed"), kernel, dy, ddw, ())
     (ddy,) = gather(problem, kernel, x, ddw, ())
     return dx, ddy
@@ -154,8 +154,10 @@ def _stored(images: Array, kernel: Kernel, other: Kernel) -> Array:
 
 def _bare(problem: Problem, dtype: Any) -> Problem:
     """The forward problem without an epilogue, or the blocks that its own launch was asked for."""
+    call = problem.call
     return replace(
         problem,
+        call=call and replace(call, bias=False, residual=False, activation=None),
         out_dtype=dtype,
         blocks=None,
         direction="forward",

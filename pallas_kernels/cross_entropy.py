@@ -263,9 +263,10 @@ def cross_entropy(
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     covered = logits.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
     backend, blocks = selection.resolve(
-        calls.CrossEntropy(logits.shape, label_smoothing, dtype=logits.dtype.name),
+        calls.CrossEntropy(logits.shape, float(label_smoothing), dtype=logits.dtype.name),
         backend,
-        guess=covered and logits.size < launch.COUNTABLE,
+        possible=covered,
+        guess=launch.is_countable(logits),
         blocks=blocks,
     )
     if backend != "xla" and not covered:

@@ -91,6 +91,12 @@ def ranked(kernel_first: bool) -> tuple[Backend, ...]:
     return ("triton", "xla", "interpret") if kernel_first else ("xla", "triton", "interpret")
 
 
+def is_countable(*arrays: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether kernels can count the elements of every array, whose sizes must be known."""
+    known = all(isinstance(size, int) for array in arrays for size in array.shape)
+    return known and all(array.size < COUNTABLE for array in arrays)
+
+
 def platform() -> str:
     """The hardware of this trace, "cpu", "gpu" (NVIDIA's), "rocm" (AMD's) or "tpu": of the mesh in
     use, else the default."""
@@ -167,6 +173,11 @@ def product(dtype: DTypeLike, precision: lax.PrecisionLike) -> Product:
         f"precision={precision!r} has no kernel: 'default', 'high' and 'highest' have; "
         "backend='xla' takes any"
     )
+
+
+def is_default(precision: lax.PrecisionLike) -> bool:
+    """Whether a precision is the one that the tuner measures with."""
+    return canonicalize_precision(precision) in (None, (lax.Precision.DEFAULT,) * 2)
 
 
 def precision(product: Product) -> lax.Precision | None:

@@ -309,7 +309,8 @@ def layer_norm(
     backend, blocks = selection.resolve(
         calls.LayerNorm(x.shape, dtype=x.dtype.name),
         backend,
-        guess=not lacking and x.size < launch.COUNTABLE,
+        possible=not lacking,
+        guess=launch.is_countable(x),
         blocks=blocks,
     )
     if backend == "xla":

@@ -220,7 +220,8 @@ def local_response_norm(
     backend, blocks = selection.resolve(
         calls.LocalResponseNorm(x.shape, size, groups, layout, dtype=x.dtype.name),
         backend,
-        guess=refusal is None and _covers(problem, x),
+        possible=refusal is None,
+        guess=_covers(problem, x),
         blocks=blocks,
     )
     if backend == "xla":
@@ -264,4 +265,4 @@ def _refusal(problem: Problem, x: Array) -> str | None:
 def _covers(problem: Problem, x: Array) -> bool:
     """Whether the kernels read x in loads of 16 bytes."""
     run = problem.group if problem.axis == -1 else math.prod(x.shape[x.ndim + problem.axis + 1 :])
-    return run % vector(x.dtype) == 0 and x.size < launch.COUNTABLE and problem.size <= 9
+    return launch.is_countable(x) and run % vector(x.dtype) == 0 and problem.size <= 9

@@ -74,24 +74,34 @@ def reference(
     )
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _xla_product(a: Array, b: Array, precision: lax.PrecisionLike) -> Array:
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _xla_product(
+    a: Array, b: Array, precision: lax.PrecisionLike, call: Call | None = None
+) -> Array:
     """a b, accumulated and returned in float32, or in float64 for float64."""
     accumulator = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.matmul(a, b, precision=precision, preferred_element_type=accumulator)
 
 
 @partial(_xla_product.defjvp, symbolic_zeros=True)
-def _xla_product_jvp(precision, primals, tangents):
+def _xla_product_jvp(precision, call, primals, tangents):
     # Without this rule the transposed products would mix float32 cotangents with bfloat16 operands.
     (a, b), (da, db) = primals, tangents
-    y = _xla_product(a, b, precision)
+    y = _xla_product(a, b, precision, call)
     terms = []
+    # The tuner hears which gradients there are; what it answers decides at the next trace.
     if not isinstance(da, SymbolicZero):
         terms.append(jnp.matmul(da, b, precision=precision))
+        _hear(call, "input_gradient")
     if not isinstance(db, SymbolicZero):
         terms.append(jnp.matmul(a, db, precision=precision))
+        _hear(call, "kernel_gradient")
     return y, reduce(add, terms).astype(y.dtype)
+
+
+def _hear(call: Call | None, which: Pass) -> None:
+    if call is not None:
+        selection.choose(call, which)
 
 
 @dataclass(frozen=True)
@@ -310,7 +320,8 @@ _GRADIENTS: tuple[Pass, Pass] = ("input_gradient", "kernel_gradient")
 def _gradient_problem(problem: _Problem, dtype: Any, which: Pass) -> _Problem:
     """A gradient's product, in the way that was measured to be the fastest if one was."""
     choice = None if problem.call is None else selection.choose(problem.call, which)
-    if choice is None:
+    products = (None, "pointwise", "patches")  # of a convolution: those that are one
+    if choice is None or (choice.backend == "triton" and choice.algorithm not in products):
         return _Problem(problem.product, dtype, problem.backend)
     return _Problem(problem.product, dtype, choice.backend, choice.blocks)
 
@@ -360,7 +371,7 @@ def matmul(
     terms: dict[str, Any] = {"bias": bias, "residual": residual, "activation": activation}
     epilogue.check((*a.shape[:-1], b.shape[-1]), **terms)
     call = choice = None
-    if backend == "auto" and blocks is None:
+    if backend == "auto" and blocks is None and launch.is_default(precision):
         call = calls.Matmul(
             a.shape,
             b.shape,
@@ -377,7 +388,7 @@ def matmul(
     a, b = a.astype(dtype), b.astype(dtype)
     out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     if backend == "xla":
-        return epilogue.apply(_xla_product(a, b, precision), **terms, out_dtype=out_dtype)
+        return epilogue.apply(_xla_product(a, b, precision, call), **terms, out_dtype=out_dtype)
     if choice is not None:
         backend, blocks = choice.backend, choice.blocks
     product = launch.product(dtype, precision)

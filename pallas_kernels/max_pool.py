@@ -364,13 +364,15 @@ def _resolve(
     inner = 1 if layout == "NCHW" else x.shape[3]
     pixels = max(math.prod(image), math.prod(problem.counts))
     size = x.size // max(x.shape[layout.index("H")] * x.shape[layout.index("W")], 1) * pixels
-    covered = inner * x.dtype.itemsize % 16 == 0 and size < launch.COUNTABLE
-    guess = refusal is None and covered
+    countable = launch.is_countable(x) and size < launch.COUNTABLE
+    covered = countable and inner * x.dtype.itemsize % 16 == 0
     if operation == "max_pool":
         call = _call(x, rows, columns, layout)
-        chosen, blocks = selection.resolve(call, backend, guess=guess, blocks=blocks)
+        chosen, blocks = selection.resolve(
+            call, backend, possible=refusal is None, guess=covered, blocks=blocks
+        )
     else:
-        available = launch.ranked(launch.platform() == "gpu" and guess)
+        available = launch.ranked(launch.platform() == "gpu" and refusal is None and covered)
         chosen = launch.resolve(operation, backend, available=available, blocks=blocks)
     if chosen != "xla" and refusal is not None:
         raise NotImplementedError(f"{refusal}; backend='xla' takes any")

@@ -11,12 +11,14 @@ it is until `jax.clear_caches()`.
 import contextlib
 import functools
 import json
+import operator
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallas_kernels import launch
 from pallas_kernels.blocks import Blocks
@@ -59,6 +61,8 @@ class Choice:
 
 def choose(call: Call, which: Pass) -> Choice | None:
     """The fastest known way to do a pass on the device of this trace; None where none is known."""
+    if not _is_askable(call):
+        return None
     for listener in _listeners.get():
         listener(call, which)
     return known(call, which)
@@ -66,6 +70,8 @@ def choose(call: Call, which: Pass) -> Choice | None:
 
 def known(call: Call, which: Pass) -> Choice | None:
     """`choose` without anybody hearing of it: nothing is recorded, nothing tuned."""
+    if not _is_askable(call):
+        return None
     tried = _tried.get()
     if tried is not None:
         question, choice = tried
@@ -75,19 +81,33 @@ def known(call: Call, which: Pass) -> Choice | None:
 
 
 def resolve(
-    call: Call, backend: str, *, guess: bool, blocks: Blocks | None
+    call: Call,
+    backend: str,
+    *,
+    possible: bool,
+    guess: bool,
+    blocks: Blocks | None,
+    asks: bool = True,
 ) -> tuple[Backend, Blocks | None]:
     """The backend and the blocks of an operation whose passes go together.
 
     "auto" is what the tuner measured to be the fastest. Where nothing was measured it is the kernel
     on a GPU if `guess` says so, and XLA. Errors as in `launch.resolve`.
+
+    Args:
+      call: what the tuner is asked about.
+      backend: as the user gave it.
+      possible: whether there is a kernel for this call.
+      guess: whether it is the better choice, where it is possible.
+      blocks: as the user gave them.
+      asks: whether the tuner's answer to `call` is one to this call.
     """
-    gpu = launch.platform() == "gpu"
-    kernel_first, tuned = gpu and guess, None
-    if backend == "auto" and blocks is None:
+    there = launch.platform() == "gpu" and possible
+    kernel_first, tuned = there and guess, None
+    if asks and backend == "auto" and blocks is None:
         choice = choose(call, "backward")
         if choice is not None:
-            kernel_first = gpu and choice.backend == "triton"
+            kernel_first = there and choice.backend == "triton"
             tuned = choice.blocks if kernel_first else None
     available = launch.ranked(kernel_first)
     return launch.resolve(call.operation, backend, available=available, blocks=blocks), (
@@ -100,6 +120,8 @@ def asked(call: Call, which: Pass) -> Question:
     that shares its second matrix is one tall matrix, and passes that go together are one."""
     if "backward" in call.passes:
         which = "backward"
+    if isinstance(call, Conv2d):
+        call = replace(call, padding=call.edges)
     if isinstance(call, Matmul) and len(call.b) == 2:
         *rows, k = call.a
         call = replace(call, a=(functools.reduce(int.__mul__, rows), k))
@@ -117,7 +139,16 @@ def key(call: Call, which: Pass) -> str:
         if getattr(call, field.name) != field.default
     }
     question = {"operation": call.operation, "pass": which, "jax": jax.__version__, **given}
-    return json.dumps(question, sort_keys=True, default=int)  # of numpy's integers
+    return json.dumps(question, sort_keys=True, default=operator.index)  # numpy's integers
+
+
+def _is_askable(call: Call) -> bool:
+    """Whether every size is known, as it may not be in `jax.export`, and none is zero."""
+    shapes = [value for value in vars(call).values() if isinstance(value, tuple)]
+    sizes = [size for shape in shapes for size in shape if not isinstance(size, tuple)]
+    if not all(isinstance(size, int | np.integer) for size in sizes):
+        return False
+    return all(x.size for x in call.operands().values())
 
 
 def entry(choice: Choice, **measured: Any) -> dict[str, Any]:
@@ -164,11 +195,12 @@ def trying(call: Call, which: Pass, choice: Choice) -> Iterator[None]:
 
     So a candidate is traced as the operation itself would run it.
     """
-    token = _tried.set((asked(call, which), choice))
+    token, heard_by = _tried.set((asked(call, which), choice)), _listeners.set(())
     try:
         yield
     finally:
         _tried.reset(token)
+        _listeners.reset(heard_by)
 
 
 _tried: ContextVar[tuple[Question, Choice] | None] = ContextVar("tried", default=None)

@@ -31,21 +31,17 @@ def candidates(call: Call, which: Pass, platform: str) -> list[Choice]:
     The first is what is done where nothing was measured.
     """
     if isinstance(call, Conv2d):
-        found = list(_convolutions(call, which, platform))
-    elif isinstance(call, Matmul) and platform == "gpu":
-        found = [
-            Choice("xla"),
-            *_by_estimate(_product_of(call, which), call.dtype, matmul_search_space),
-        ]
-        if call.dtype != "float32":  # where the kernel is the default
-            found[:2] = found[1::-1]
+        return list(_convolutions(call, which, platform))
+    if platform != "gpu":
+        return [Choice("xla")]
+    kernel = Choice("triton")
+    if isinstance(call, Matmul):
+        others = _by_estimate(_product_of(call, which), call.dtype, matmul_search_space)
     else:
-        found = [Choice("xla")]
-        if platform == "gpu":
-            guessed = call.dtype != "float32" or not call.is_product
-            kernels = [Choice("triton", None, blocks) for blocks in _blocks_of(call)]
-            found = [*kernels[: guessed and 1], *found, *kernels[guessed:]]
-    return found
+        others = [Choice("triton", None, blocks) for blocks in _blocks_of(call)]
+    if call.is_product and call.dtype == "float32":
+        return [Choice("xla"), kernel, *others]
+    return [kernel, Choice("xla"), *others]
 
 
 def _blocks_of(call: Call) -> list[Blocks]:
@@ -74,19 +70,20 @@ def _convolutions(call: Conv2d, which: Pass, platform: str) -> Iterable[Choice]:
         yield from xla
         return
     kernels: list[Choice] = []
-    shape = _product_of(call, which)
-    for algorithm in _KERNELS:
-        if conv2d_kernels.refusal(algorithm, convolution) is None:
-            blocks = _BLOCKS[algorithm]
-            if which == "kernel_gradient" and algorithm in ("implicit_gemm", "direct_chwn"):
-                blocks = _sums
-            kernels += _by_estimate(shape, call.dtype, blocks, algorithm)
-    kernel_first = conv2d_kernels.preferred(
-        convolution, call.batch, jnp.dtype(call.dtype), None, None
-    )
-    yield from kernels[:1] * kernel_first
+    first = conv2d_kernels.default_algorithm(convolution, call.batch)
+    one_product = first in ("pointwise", "patches")
+    for algorithm in (first,) if one_product else _KERNELS:
+        if conv2d_kernels.refusal(algorithm, convolution) is None and algorithm in _BLOCKS:
+            space = _BLOCKS[algorithm]
+            if which == "kernel_gradient" and not one_product:
+                space = _sums
+            kernels.append(Choice("triton", algorithm))
+            kernels += _by_estimate(_product_of(call, which), call.dtype, space, algorithm)
+    kernels.sort(key=lambda choice: choice != Choice("triton", first))
+    if conv2d_kernels.preferred(convolution, call.batch, jnp.dtype(call.dtype), None, None):
+        yield kernels.pop(0)
     yield from xla
-    yield from kernels[kernel_first:]
+    yield from kernels
 
 
 def _convolution(call: Conv2d) -> Convolution:
@@ -104,13 +101,9 @@ def _convolution(call: Conv2d) -> Convolution:
 def _copied(algorithm: str, call: Conv2d) -> int:
     """Bytes of the copies of its images that an algorithm makes, at most."""
     pixels = prod(call.y) // call.w[3]
-    channels = prod(call.x) // (call.batch * prod(_convolution_size(call)))
-    copies = {"im2col": prod(call.w[:2]), "shifted": 1, "direct": 0}.get(algorithm, 0)
+    channels = call.x[call.layout.index("C")]
+    copies = {"im2col": prod(call.w[:2]), "shifted": 1}.get(algorithm, 0)
     return copies * pixels * channels * jnp.dtype(call.dtype).itemsize
-
-
-def _convolution_size(call: Conv2d) -> tuple[int, int]:
-    return call.x[call.layout.index("H")], call.x[call.layout.index("W")]
 
 
 def _product_of(call: Conv2d | Matmul, which: Pass) -> tuple[int, int, int]:
@@ -135,7 +128,7 @@ def _sums(shape: tuple[int, int, int], dtype: str) -> list[Blocks]:
     return implicit_gemm.search_space(shape, dtype, sums=True)
 
 
-_KERNELS: tuple[Algorithm, ...] = ("pointwise", "patches", "implicit_gemm", "direct_chwn")
+_KERNELS: tuple[Algorithm, ...] = ("implicit_gemm", "direct_chwn")
 
 _BLOCKS: dict[str, Callable[[tuple[int, int, int], str], list[Blocks]]] = {
     "pointwise": matmul_search_space,
@@ -151,10 +144,9 @@ def _by_estimate(
     space: Callable[[tuple[int, int, int], str], list[Blocks]],
     algorithm: str | None = None,
 ) -> list[Choice]:
-    """A kernel with all blocks of its search space: the default, then by an estimate of time."""
-    first, *rest = space(shape, dtype)
-    rest.sort(key=lambda blocks: _estimate(shape, blocks))
-    return [Choice("triton", algorithm, blocks) for blocks in (first, *rest)]
+    """A kernel with all blocks of its search space, by an estimate of time."""
+    found = sorted(space(shape, dtype), key=lambda blocks: _estimate(shape, blocks))
+    return [Choice("triton", algorithm, blocks) for blocks in found]
 
 
 def _estimate(shape: tuple[int, int, int], blocks: Blocks) -> float:

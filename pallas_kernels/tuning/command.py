@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None, *, description: str | None = No
         return 130
     print(json.dumps([as_json(row) for row in report.rows], indent=2) if options.json else report)
     path = tables.path_of(launch.device_kind())
-    print(f"choices in {path}" if path else "choices not kept: CONVJAX_TUNING=off", file=sys.stderr)
+    kept = path is not None and path.exists()
+    print(f"choices in {path}" if kept else "choices are not on disk", file=sys.stderr)
     return 0
 
 
@@ -65,10 +66,13 @@ def _questions(model: str, batch: int | None, dtype: str) -> dict[Question, int]
     questions: dict[Question, int] = {}
     for index, workload in enumerate(network(model, batch)):
         call = replace(workload.call, dtype=jnp.dtype(dtype).name)
-        for which in call.passes:
-            if index or which != "input_gradient":
-                question = selection.asked(call, which)
-                questions[question] = questions.get(question, 0) + workload.count
+        asked = [
+            selection.asked(call, which)
+            for which in call.passes
+            if index or which != "input_gradient"
+        ]
+        for question in dict.fromkeys(asked):
+            questions[question] = questions.get(question, 0) + workload.count
     return questions
 
 

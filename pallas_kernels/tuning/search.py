@@ -21,7 +21,7 @@ from pallas_kernels.selection import Choice, Question
 from pallas_kernels.tuning.candidates import candidates
 from pallas_kernels.tuning.floors import floor_seconds
 from pallas_kernels.tuning.report import Report, Row
-from pallas_kernels.tuning.timing import Bench, Contender, WrongError, race
+from pallas_kernels.tuning.timing import TOLERANCE, Bench, Contender, race
 
 NOISE = 0.03
 """The part of its time by which a choice must beat the default."""
@@ -40,7 +40,9 @@ def tune(
     """Finds every operation that `function` does with backend="auto" and tunes each shape once.
 
     A training step is tuned forward and backward. Choices are kept in the user's table for this
-    kind of device. All that jax has compiled is dropped, so that what runs next has them.
+    kind of device. All that jax has compiled is dropped, so that what runs next has them. On a GPU,
+    an operation for which a kernel wins has a kernel's derivatives from then on: reverse mode only.
+    Processes that run one program together need the same table: tune in one of them, first.
 
     Args:
       function: of arrays, as `jax.jit` takes it; it is traced and not run.
@@ -104,22 +106,40 @@ def tune_all(
 def autotune(*, budget: float = 30.0) -> Iterator[None]:
     """In this context an operation is tuned when it is first traced, like cuDNN's benchmark flag.
 
+    What is traced for a GPU that is not there is not tuned.
+
     Args:
       budget: seconds for each pass of each shape.
+
+    Raises:
+      RuntimeError: there are several processes, which would not choose alike.
     """
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"autotune() in {jax.process_count()} processes would give them different programs: "
+            "tune in one, first"
+        )
+    answered: set[Question] = set()
 
     def answer(call: Call, which: Pass) -> None:
-        if selection.known(call, which) is None:
-            # A new thread knows nothing of the trace that asks.
-            question = selection.asked(call, which)
-            _elsewhere(lambda: tune_all({question: 1}, budget=budget))
+        question = selection.asked(call, which)
+        there = jax.sharding.get_abstract_mesh().abstract_device is None
+        if there and question not in answered and selection.known(call, which) is None:
+            answered.add(question)
+            device = jax.config.values["jax_default_device"]
+            _elsewhere(lambda: _tune_on(device, question, budget))
 
     with selection.listening(answer):
         yield
 
 
+def _tune_on(device: Any, question: Question, budget: float) -> None:
+    with jax.default_device(device):
+        tune_all({question: 1}, budget=budget)
+
+
 def _elsewhere(run: Callable[[], Any]) -> None:
-    """Runs it in another thread, and raises here what it raises."""
+    """Runs it in another thread, which knows nothing of the trace that asks; raises its error."""
     errors: list[BaseException] = []
 
     def target() -> None:
@@ -140,20 +160,21 @@ def _answer(call: Call, which: Pass, platform: str, *, seconds: float) -> Row:
     started = time.monotonic()
     ways = candidates(call, which, platform)
     row = Row(call, which, default=ways[0], ways=len(ways))
-    if len(ways) == 1 or seconds <= 0:
+    if len(ways) == 1 or seconds <= 0 or call.dtype not in TOLERANCE:
         return row
     contenders, refused = _build(call, which, ways, until=started + 0.7 * seconds)
-    if not contenders or contenders[0].choice != ways[0]:
+    if not contenders:
         return row.refusing(refused)
     race(contenders, seconds=max(0.3 * seconds, 0.1))
-    first, best = contenders[0], min(contenders, key=lambda each: each.median)
-    if best.median > (1 - NOISE) * first.median:
+    best = min(contenders, key=lambda each: each.median)
+    first = contenders[0] if contenders[0].choice == ways[0] else None
+    if first is not None and best.median > (1 - NOISE) * first.median:
         best = first
     xla = [each.median for each in contenders if each.choice.backend == "xla"]
     return row.refusing(refused).won(
         best.choice,
         seconds=best.median,
-        default_seconds=first.median,
+        default_seconds=None if first is None else first.median,
         xla_seconds=min(xla) if xla else None,
         floor=floor_seconds(call, which, launch.device_kind()),
         measured=tuple((each.choice, each.median) for each in contenders),
@@ -164,12 +185,16 @@ def _build(
     call: Call, which: Pass, ways: Sequence[Choice], *, until: float
 ) -> tuple[list[Contender], list[str]]:
     """What could be compiled and was right, and what was not; always the first, then as time is."""
-    bench, contenders, refused = Bench(call, which), [], []
+    bench: Bench | None = None
+    contenders: list[Contender] = []
+    refused: list[str] = []
     for index, choice in enumerate(ways):
         if index and time.monotonic() > until:
             break
         try:
+            bench = bench or Bench(call, which)
             contenders.append(Contender(call, which, choice, bench))
-        except (WrongError, NotImplementedError, ValueError, RuntimeError) as error:
-            refused.append(f"{choice}: {str(error).splitlines()[0]}")
+        except Exception as error:  # of a compiler, an allocator, or a wrong result: the next way
+            reason = str(error) or type(error).__name__
+            refused.append(f"{choice}: {reason.splitlines()[0]}")
     return contenders, refused
