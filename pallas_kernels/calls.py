@@ -22,7 +22,7 @@ import pallas_kernels
 from pallas_kernels import windows
 from pallas_kernels.conv2d_algorithms import Layout
 from pallas_kernels.epilogue import Activation
-from pallas_kernels.windows import Edges, Padding, Pair
+from pallas_kernels.windows import Padding, Pair, Windows
 
 Pass = Literal["forward", "input_gradient", "kernel_gradient", "backward"]
 """The gradients are those of the first operand, x or a, and of the second, w or b; `backward` is
@@ -109,30 +109,21 @@ class Conv2d(_Call):
         Raises:
           ValueError: no window fits the padded image, or a size, stride or dilation is below 1.
         """
-        rows, columns = windows.resolve(
+        rows, columns = self.windows
+        size = {"N": self.batch, "H": rows.count, "W": columns.count, "C": self.w[3]}
+        n, h, w, c = (size[axis] for axis in self.layout)
+        return n, h, w, c
+
+    @property
+    def windows(self) -> tuple[Windows, Windows]:
+        """Where the taps fall, (down, across); errors as in `y`."""
+        return windows.resolve(
             (self.x[self.layout.index("H")], self.x[self.layout.index("W")]),
             self.w[:2],
             strides=self.strides,
             padding=self.padding,
             dilation=self.dilation,
         )
-        size = {"N": self.batch, "H": rows.count, "W": columns.count, "C": self.w[3]}
-        n, h, w, c = (size[axis] for axis in self.layout)
-        return n, h, w, c
-
-    @property
-    def edges(self) -> Edges:
-        """The padding in pixels."""
-        size = dict(zip(self.layout, self.x, strict=True))
-        axes = windows.resolve(
-            (size["H"], size["W"]),
-            self.w[:2],
-            strides=self.strides,
-            padding=self.padding,
-            dilation=self.dilation,
-        )
-        (top, bottom), (left, right) = ((axis.before, axis.after) for axis in axes)
-        return (top, bottom), (left, right)
 
     @property
     def macs(self) -> int:

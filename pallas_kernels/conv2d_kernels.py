@@ -89,10 +89,9 @@ def preferred(
     """
     if algorithm is not None:
         return algorithm in ("implicit_gemm", "direct_chwn")
-    if call is not None:
-        measured = [choice for which in call.passes if (choice := selection.known(call, which))]
-        if measured:
-            return any(choice.backend == "triton" for choice in measured)
+    measured = None if call is None else selection.kernel_measured(call)
+    if measured is not None:
+        return measured
     rows, columns = convolution.rows, convolution.columns
     largest = max(
         rows.extent * columns.extent * convolution.c_in,

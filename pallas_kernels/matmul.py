@@ -401,10 +401,9 @@ def matmul(
 def _prefers_kernel(a: Array, b: Array, dtype: Any, call: Call | None) -> bool:
     """Whether the kernel is the better choice on a GPU for one of the passes: where they were
     measured by that, else for 16-bit operands."""
-    if call is not None:
-        measured = [choice for which in call.passes if (choice := selection.known(call, which))]
-        if measured:
-            return any(choice.backend == "triton" for choice in measured)
+    measured = None if call is None else selection.kernel_measured(call)
+    if measured is not None:
+        return measured
     largest = max(a.size, b.size, prod(a.shape[:-1]) * b.shape[-1])
     return dtype in (jnp.bfloat16, jnp.float16) and largest < launch.COUNTABLE
 

@@ -55,6 +55,7 @@ from pallas_kernels.blocks import Blocks, ceiling, side
 from pallas_kernels.epilogue import Activation
 from pallas_kernels.float8 import E4M3, E5M2, ScaleState
 from pallas_kernels.launch import Backend
+from pallas_kernels.matmul import MULTIPROCESSORS
 from pallas_kernels.tiles import span
 from pallas_kernels.transformations import (
     batched,
@@ -63,9 +64,6 @@ from pallas_kernels.transformations import (
     prepared,
     typed,
 )
-
-MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
 
 
 def reference(

@@ -65,19 +65,27 @@ def choose(call: Call, which: Pass) -> Choice | None:
         return None
     for listener in _listeners.get():
         listener(call, which)
-    return known(call, which)
+    return _known(call, which)
 
 
 def known(call: Call, which: Pass) -> Choice | None:
     """`choose` without anybody hearing of it: nothing is recorded, nothing tuned."""
-    if not _is_askable(call):
-        return None
+    return _known(call, which) if _is_askable(call) else None
+
+
+def _known(call: Call, which: Pass) -> Choice | None:
     tried = _tried.get()
     if tried is not None:
         question, choice = tried
         return choice if asked(call, which) == question else None
     entry = table(launch.device_kind()).get(key(call, which))
     return None if entry is None else Choice.of(entry)
+
+
+def kernel_measured(call: Call) -> bool | None:
+    """Whether a kernel was the fastest way to do a pass of `call`; None where none was measured."""
+    measured = [choice for which in call.passes if (choice := known(call, which))]
+    return any(choice.backend == "triton" for choice in measured) if measured else None
 
 
 def resolve(
@@ -121,7 +129,9 @@ def asked(call: Call, which: Pass) -> Question:
     if "backward" in call.passes:
         which = "backward"
     if isinstance(call, Conv2d):
-        call = replace(call, padding=call.edges)
+        rows, columns = call.windows
+        edges = (rows.before, rows.after), (columns.before, columns.after)
+        call = replace(call, padding=edges)
     if isinstance(call, Matmul) and len(call.b) == 2:
         *rows, k = call.a
         call = replace(call, a=(functools.reduce(int.__mul__, rows), k))

@@ -19,7 +19,6 @@ from pallas_kernels.layer_norm import search_space as layer_norm_search_space
 from pallas_kernels.matmul import MULTIPROCESSORS
 from pallas_kernels.matmul import search_space as matmul_search_space
 from pallas_kernels.selection import Choice
-from pallas_kernels.windows import resolve
 
 LARGEST_COPY = 2**31
 """Bytes that an algorithm may copy its images to."""
@@ -73,7 +72,7 @@ def _convolutions(call: Conv2d, which: Pass, platform: str) -> Iterable[Choice]:
     first = conv2d_kernels.default_algorithm(convolution, call.batch)
     one_product = first in ("pointwise", "patches")
     for algorithm in (first,) if one_product else _KERNELS:
-        if conv2d_kernels.refusal(algorithm, convolution) is None and algorithm in _BLOCKS:
+        if conv2d_kernels.refusal(algorithm, convolution) is None:
             space = _BLOCKS[algorithm]
             if which == "kernel_gradient" and not one_product:
                 space = _sums
@@ -87,15 +86,9 @@ def _convolutions(call: Conv2d, which: Pass, platform: str) -> Iterable[Choice]:
 
 
 def _convolution(call: Conv2d) -> Convolution:
-    size = dict(zip(call.layout, call.x, strict=True))
-    rows, columns = resolve(
-        (size["H"], size["W"]),
-        call.w[:2],
-        strides=call.strides,
-        padding=call.padding,
-        dilation=call.dilation,
-    )
-    return Convolution(rows, columns, size["C"], call.w[3], call.groups, call.layout, None)
+    rows, columns = call.windows
+    c_in = call.x[call.layout.index("C")]
+    return Convolution(rows, columns, c_in, call.w[3], call.groups, call.layout, None)
 
 
 def _copied(algorithm: str, call: Conv2d) -> int:

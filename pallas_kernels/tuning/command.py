@@ -15,13 +15,12 @@ from typing import NoReturn
 import jax.numpy as jnp
 
 from pallas_kernels import launch, selection
+from pallas_kernels.inspect.arguments import DTYPES
 from pallas_kernels.selection import Question
 from pallas_kernels.tuning import tables
 from pallas_kernels.tuning.report import as_json
 from pallas_kernels.tuning.search import tune_all
 from pallas_kernels.workloads import NETWORKS, network
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 class _Parser(argparse.ArgumentParser):

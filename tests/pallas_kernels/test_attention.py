@@ -24,6 +24,7 @@ from pallas_kernels.inspect import lowering, query
 from pallas_kernels.inspect.roofline import default_gpu
 from tests.pallas_kernels.arrays import assert_close, distance, float64, normal, quick_jit
 from tests.pallas_kernels.references import TOLERANCE
+from tests.pallas_kernels.test_transformations import loss, stacked
 
 # Half of what other kernels draw: each case here compiles three.
 FEW, MANY = -(-int(os.environ.get("CONVJAX_DRAWS", "5")) // 2), 500
@@ -314,10 +315,6 @@ def operation(backend, lengths=(0, 4)):
     return lambda x: attention(**x, key_lengths=key_lengths, backend=backend)
 
 
-def loss(function):
-    return lambda operands: jnp.sum(function(operands) ** 2)
-
-
 def through_a_scan(function):
     def run(operands):
         def step(total, scale):
@@ -326,10 +323,6 @@ def through_a_scan(function):
         return jax.lax.scan(step, 0 * function(operands), jnp.arange(1.0, 4.0))[0]
 
     return run
-
-
-def stacked(operands):
-    return jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), operands)
 
 
 TRANSFORMATIONS = {
