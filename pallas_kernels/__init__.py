@@ -25,6 +25,7 @@ from pallas_kernels.epilogue import Activation
 from pallas_kernels.float8 import ScaleState
 from pallas_kernels.launch import Backend
 from pallas_kernels.layer_norm import layer_norm
+from pallas_kernels.local_response_norm import Convention as ResponseNormConvention
 from pallas_kernels.local_response_norm import local_response_norm
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul_fp8 import matmul_fp8
@@ -38,6 +39,7 @@ __all__ = [
     "Backend",
     "Blocks",
     "Padding",
+    "ResponseNormConvention",
     "ScaleState",
     "attention",
     "autotune",

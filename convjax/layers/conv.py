@@ -6,8 +6,12 @@ from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
+from convjax.layers.initialisers import Initialiser, variance_scaling, zeros
 from convjax.layers.padding import Padding, explicit
-from pallas_kernels import Activation, Algorithm, Backend, conv2d
+from convjax.layers.placeholder import placeholder
+from pallas_kernels import Activation, Algorithm, Backend, conv2d, windows
+
+HE_NORMAL = variance_scaling(2.0, "fan_in", "truncated_normal")
 
 
 class Conv(nn.Module):
@@ -27,8 +31,8 @@ class Conv(nn.Module):
     activation: Activation | None = None
     dtype: Dtype = jnp.float32
     precision: jax.lax.PrecisionLike = None
-    kernel_init: nn.initializers.Initializer = nn.initializers.he_normal()
-    bias_init: nn.initializers.Initializer = nn.initializers.zeros
+    kernel_init: Initialiser = HE_NORMAL
+    bias_init: Initialiser = zeros
     backend: Backend = "auto"
     algorithm: Algorithm | None = None
 
@@ -45,29 +49,36 @@ class Conv(nn.Module):
         """
         if self.groups < 1 or x.shape[-1] % self.groups:
             raise ValueError(f"groups={self.groups} must divide c_in={x.shape[-1]}")
+        if self.features % self.groups:
+            raise ValueError(f"groups={self.groups} must divide features={self.features}")
         kernel_shape = (*self.kernel_size, x.shape[-1] // self.groups, self.features)
         kernel = self.param("kernel", self.kernel_init, kernel_shape, jnp.float32)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
-
-        def convolve(x: Array, kernel: Array, bias: Array | None) -> Array:
-            return conv2d(
-                x.astype(self.dtype),
-                kernel.astype(self.dtype),
+        padding = explicit(self.padding)
+        if self.is_initializing():
+            rows, columns = windows.resolve(
+                (x.shape[1], x.shape[2]),
+                self.kernel_size,
                 strides=self.strides,
-                padding=explicit(self.padding),
+                padding=padding,
                 dilation=self.dilation,
-                groups=self.groups,
-                bias=bias,
-                residual=residual,
-                activation=self.activation,
-                out_dtype=self.dtype,
-                precision=self.precision,
-                backend=self.backend,
-                algorithm=self.algorithm,
             )
-
-        if self.is_initializing():  # parameters need shapes only: nothing is computed or compiled
-            return jnp.zeros(jax.eval_shape(convolve, x, kernel, bias).shape, self.dtype)
-        return convolve(x, kernel, bias)
+            shape = (x.shape[0], rows.count, columns.count, self.features)
+            return placeholder(x, shape, self.dtype)
+        return conv2d(
+            x.astype(self.dtype),
+            kernel.astype(self.dtype),
+            strides=self.strides,
+            padding=padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            bias=bias,
+            residual=residual,
+            activation=self.activation,
+            out_dtype=self.dtype,
+            precision=self.precision,
+            backend=self.backend,
+            algorithm=self.algorithm,
+        )

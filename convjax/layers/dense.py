@@ -6,7 +6,11 @@ from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
+from convjax.layers.initialisers import Initialiser, variance_scaling, zeros
+from convjax.layers.placeholder import placeholder
 from pallas_kernels import Activation, Backend, matmul
+
+CLASSIFIER = variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class Dense(nn.Module):
@@ -20,10 +24,8 @@ class Dense(nn.Module):
     activation: Activation | None = None
     dtype: Dtype = jnp.float32
     precision: jax.lax.PrecisionLike = None
-    kernel_init: nn.initializers.Initializer = nn.initializers.variance_scaling(
-        1 / 3, "fan_in", "uniform"
-    )
-    bias_init: nn.initializers.Initializer = nn.initializers.zeros
+    kernel_init: Initialiser = CLASSIFIER
+    bias_init: Initialiser = zeros
     backend: Backend = "auto"
 
     @nn.compact
@@ -33,8 +35,8 @@ class Dense(nn.Module):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
-        if self.is_initializing():  # parameters need shapes only: nothing is computed or compiled
-            return jnp.zeros((*x.shape[:-1], self.features), self.dtype)
+        if self.is_initializing():
+            return placeholder(x, (*x.shape[:-1], self.features), self.dtype)
         return matmul(
             x.astype(self.dtype),
             kernel.astype(self.dtype),

@@ -21,6 +21,8 @@ from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
+from convjax.layers.initialisers import Initialiser, ones, zeros
+
 BatchNormConvention = Literal["flax", "torch"]
 
 _DEFAULT_MOMENTUM: dict[BatchNormConvention, float] = {"flax": 0.9, "torch": 0.1}
@@ -43,8 +45,8 @@ class BatchNorm(nn.Module):
     momentum: float | None = None
     epsilon: float = 1e-5
     dtype: Dtype = jnp.float32
-    scale_init: nn.initializers.Initializer = nn.initializers.ones
-    bias_init: nn.initializers.Initializer = nn.initializers.zeros
+    scale_init: Initialiser = ones
+    bias_init: Initialiser = zeros
     axis_name: str | tuple[str, ...] | None = None
 
     @nn.compact
@@ -59,9 +61,9 @@ class BatchNorm(nn.Module):
         features = (x.shape[-1],)
         scale = self.param("scale", self.scale_init, features, jnp.float32)
         bias = self.param("bias", self.bias_init, features, jnp.float32)
-        running_mean = self.variable("batch_stats", "mean", jnp.zeros, features, jnp.float32)
-        running_var = self.variable("batch_stats", "var", jnp.ones, features, jnp.float32)
-        if self.is_initializing():  # parameters need shapes only: nothing is computed or compiled
+        running_mean = self.variable("batch_stats", "mean", zeros, None, features)
+        running_var = self.variable("batch_stats", "var", ones, None, features)
+        if self.is_initializing():
             return x.astype(self.dtype)
         if train:
             mean, var, count = self._batch_statistics(x)

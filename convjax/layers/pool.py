@@ -79,6 +79,34 @@ def global_avg_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b c"]:
     return jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype)
 
 
+def adaptive_avg_pool(
+    x: Float[Array, "b h w c"], size: tuple[int, int]
+) -> Float[Array, "b h_out w_out c"]:
+    """Means over windows that spread over any image, [b, h, w, c] → [b, *size, c], in float32.
+
+    Window i of n over h pixels goes from ⌊i h / n⌋ to ⌈(i + 1) h / n⌉, as in torch; they overlap
+    where n does not divide h, and repeat pixels where n is larger.
+    """
+    if size == x.shape[1:3]:
+        return x
+    rows, columns = (
+        jnp.asarray(_spread(extent, count))
+        for extent, count in zip(x.shape[1:3], size, strict=True)
+    )
+    # Few windows over few pixels: two small products.
+    means = jnp.einsum(
+        "bhwc,ih,jw->bijc", x.astype(jnp.float32), rows, columns, precision="highest"
+    )
+    return means.astype(x.dtype)
+
+
+def _spread(extent: int, count: int) -> np.ndarray:
+    """Row i holds the weights of window i, [count, extent]."""
+    pixels, window = np.arange(extent), np.arange(count)[:, None]
+    inside = (pixels >= window * extent // count) & (pixels < -(-(window + 1) * extent // count))
+    return (inside / inside.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
 def _window_sum(x: Array, window: tuple, strides: tuple, padding: tuple) -> Array:
     return lax.reduce_window(
         x, 0.0, lax.add, (1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0))

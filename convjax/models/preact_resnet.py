@@ -11,13 +11,15 @@ paper's figures leave that open. Kernels, padding, batch norm and the names of s
 """
 
 from functools import partial
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
-from convjax.layers import Dense, global_avg_pool
+from convjax.layers import Dense, global_avg_pool, ones, zeros
+from convjax.models.network import Network, Paper, check_names
 from convjax.models.resnet import (
     CONV,
     NORM,
@@ -26,7 +28,6 @@ from convjax.models.resnet import (
     Shortcut,
     ShortcutKind,
     apply_stages,
-    check_names,
 )
 from pallas_kernels import Backend
 
@@ -43,7 +44,7 @@ class PreActBottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"], train: bool) -> Array:
-        last_scale = nn.initializers.zeros if self.zero_init_residual else nn.initializers.ones
+        last_scale = zeros if self.zero_init_residual else ones
         strides, outside = (self.strides, self.strides), 4 * self.features
         pre = nn.relu(self.norm(name="norm1")(x, train))
         y = self.conv(self.features, (1, 1), strides=strides, name="conv1")(pre)
@@ -59,7 +60,7 @@ class PreActBottleneck(nn.Module):
         )(x if same_shape else pre, train)
 
 
-class PreActResNet(nn.Module):
+class PreActResNet(Network):
     """A 3×3 stem, stages of pre-activation bottlenecks, norm and relu, global average, dense.
 
     Attributes:
@@ -68,6 +69,14 @@ class PreActResNet(nn.Module):
       zero_init_residual: start each block as its shortcut.
       num_classes: 0 gives the pooled features.
     """
+
+    paper: ClassVar[Paper] = Paper(
+        "He, Zhang, Ren, Sun",
+        "Identity Mappings in Deep Residual Networks",
+        2016,
+        "https://arxiv.org/abs/1603.05027",
+    )
+    head: ClassVar[str] = "fc"
 
     stage_sizes: tuple[int, ...]
     widths: tuple[int, ...] = (16, 32, 64)

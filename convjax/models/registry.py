@@ -8,14 +8,24 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-from flax import linen as nn
 from flax.typing import Dtype
 
-from convjax.models import preact_resnet, resnet
+from convjax.models import (
+    alexnet,
+    alexnet_owt,
+    googlenet,
+    preact_resnet,
+    resnet,
+    vgg,
+    vit,
+    zfnet,
+)
+from convjax.models.network import Network
 from pallas_kernels import Backend
 
-_MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
-    {**resnet.VARIANTS, **preact_resnet.VARIANTS}
+_FILES = (alexnet, alexnet_owt, zfnet, vgg, googlenet, resnet, preact_resnet, vit)
+_MODELS: Mapping[str, Callable[..., Network]] = MappingProxyType(
+    {name: variant for file in _FILES for name, variant in file.VARIANTS.items()}
 )
 _FLAX_FIELDS = {"parent", "name"}
 
@@ -27,7 +37,7 @@ def create_model(
     dtype: Dtype = jnp.float32,
     backend: Backend = "auto",
     **fields: Any,
-) -> nn.Module:
+) -> Network:
     """The model called `name`, as a Linen module from images [b, h, w, c] to logits [b, classes].
 
     Args:
@@ -60,7 +70,7 @@ def list_models(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(_MODELS, pattern))
 
 
-def _check_fields(name: str, variant: Callable[..., nn.Module], fields: Mapping[str, Any]) -> None:
+def _check_fields(name: str, variant: Callable[..., Network], fields: Mapping[str, Any]) -> None:
     known = set(inspect.signature(variant).parameters) - _FLAX_FIELDS
     for field in fields:
         if field not in known:

@@ -24,14 +24,25 @@ layers compiles about as fast as one of 110 (16.3 s against 15.6 s on two CPU co
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
-from convjax.layers import BatchNorm, Conv, Dense, global_avg_pool, max_pool
+from convjax.layers import (
+    BatchNorm,
+    Conv,
+    Dense,
+    global_avg_pool,
+    max_pool,
+    ones,
+    stack,
+    variance_scaling,
+    zeros,
+)
+from convjax.models.network import Network, Paper, check_names
 from pallas_kernels import Backend
 
 BlockKind = Literal["basic", "bottleneck"]
@@ -41,9 +52,7 @@ StridedLayer = Literal["1x1", "3x3"]
 ConvFactory = Callable[..., nn.Module]
 NormFactory = Callable[..., nn.Module]
 
-CONV = partial(
-    Conv, use_bias=False, kernel_init=nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-)
+CONV = partial(Conv, use_bias=False, kernel_init=variance_scaling(2.0, "fan_out", "normal"))
 NORM = partial(BatchNorm, convention="torch")
 
 
@@ -80,7 +89,7 @@ class BasicBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"], train: bool) -> Array:
-        last_scale = nn.initializers.zeros if self.zero_init_residual else nn.initializers.ones
+        last_scale = zeros if self.zero_init_residual else ones
         strides = (self.strides, self.strides)
         y = self.conv(self.features, (3, 3), strides=strides, padding=1, name="conv1")(x)
         y = nn.relu(self.norm(name="norm1")(y, train))
@@ -106,7 +115,7 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"], train: bool) -> Array:
-        last_scale = nn.initializers.zeros if self.zero_init_residual else nn.initializers.ones
+        last_scale = zeros if self.zero_init_residual else ones
         strides = (self.strides, self.strides)
         first, second = (strides, (1, 1)) if self.strided_layer == "1x1" else ((1, 1), strides)
         y = self.conv(self.features, (1, 1), strides=first, name="conv1")(x)
@@ -123,7 +132,7 @@ class Bottleneck(nn.Module):
         return nn.relu(y)
 
 
-class ResNet(nn.Module):
+class ResNet(Network):
     """A residual network: stem, stages of blocks, global average pooling, one dense layer.
 
     Attributes:
@@ -135,6 +144,14 @@ class ResNet(nn.Module):
       zero_init_residual: start each block as its shortcut.
       num_classes: 0 gives the pooled features.
     """
+
+    paper: ClassVar[Paper] = Paper(
+        "He, Zhang, Ren, Sun",
+        "Deep Residual Learning for Image Recognition",
+        2015,
+        "https://arxiv.org/abs/1512.03385",
+    )
+    head: ClassVar[str] = "fc"
 
     stage_sizes: tuple[int, ...]
     widths: tuple[int, ...] = (64, 128, 256, 512)
@@ -201,14 +218,6 @@ class ResNet(nn.Module):
         return x
 
 
-def check_names(**fields: tuple[str, Any]) -> None:
-    """Raise a ValueError unless each value is one of its Literal's names."""
-    for field, (value, names) in fields.items():
-        if value not in get_args(names):
-            known = ", ".join(map(repr, get_args(names)))
-            raise ValueError(f"{field}={value!r} must be one of {known}")
-
-
 def apply_stages(
     block: Callable[..., nn.Module],
     sizes: tuple[int, ...],
@@ -226,13 +235,7 @@ def apply_stages(
         x = block(features=features, strides=strides, name=f"conv{stage}_1")(x, train)
         if size > 1:
             equal = block(features=features, strides=1, name=f"conv{stage}_x")
-            scan = nn.scan(
-                lambda block, x, _: (block(x, train), None),
-                variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0},
-                split_rngs={"params": True},
-                length=size - 1,
-            )
-            x, _ = scan(equal, x, None)
+            x = stack(equal, size - 1, x, train)
     return x
 
 

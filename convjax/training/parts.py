@@ -1,16 +1,14 @@
 """The parts of a run that its config names, checked against each other before any work is done."""
 
-import functools
 from dataclasses import dataclass
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
 from convjax.data import Dataset, Source, load_source, make_dataset
-from convjax.models import create_model
+from convjax.models import Network, create_model
 from convjax.training.config import DataConfig, ModelConfig, RunConfig
 from convjax.training.errors import ConfigError, RunError, one_line
 from convjax.training.optimiser import make_optimiser, make_schedule
@@ -36,7 +34,7 @@ class Parts:
     config: RunConfig
     train_data: Dataset
     test_data: Dataset
-    model: nn.Module
+    model: Network
     schedule: optax.Schedule
     optimiser: optax.GradientTransformation
     total_steps: int
@@ -139,7 +137,7 @@ def _batched(config: RunConfig, source: Source, *, train: bool) -> Dataset:
         raise ConfigError(f"data: {one_line(error)}") from error
 
 
-def _network(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+def _network(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> Network:
     for field in ("num_classes", "dtype", "backend", "name"):
         if field in config.fields:
             given_by = "the data" if field == "num_classes" else f"model.{field}"
@@ -159,7 +157,8 @@ def _network(config: ModelConfig, num_classes: int, image_shape: tuple[int, int,
         )
         # What the fields make of these images shows in the shapes, which cost nothing.
         images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-        jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), images)
+        variables = jax.eval_shape(model.init, jax.random.key(0), images)
+        jax.eval_shape(model.apply, variables, images)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"model: {one_line(error)}") from error
     return model

@@ -9,10 +9,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Key, PyTree
 
-# LLVM unrolls the random bits of each 3×3 kernel: with its optimisations on, XLA's CPU compiler
-# takes seconds a layer, for code that runs once.
-_QUICK_ON_CPU: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-
 
 @flax.struct.dataclass
 class TrainState:
@@ -49,9 +45,8 @@ def create_state(
       image_shape: (h, w, c).
     """
     images = jnp.zeros((1, *image_shape), jnp.float32)
-    init = jax.jit(functools.partial(_init, model, optimiser)).lower(key, images)
-    options = _QUICK_ON_CPU if jax.default_backend() == "cpu" else None
-    return init.compile(compiler_options=options)(key, images)
+    variables = model.init(key, images, train=False)  # outside of jit, where nothing is compiled
+    return jax.jit(functools.partial(_state, optimiser))(variables)
 
 
 def abstract_state(
@@ -61,7 +56,10 @@ def abstract_state(
 ) -> TrainState:
     """Return the shapes and dtypes of `create_state`'s leaves; nothing is computed."""
     images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-    init = functools.partial(_init, model, optimiser)
+
+    def init(key: Key[Array, ""], images: Float32[Array, "1 h w c"]) -> TrainState:
+        return _state(optimiser, model.init(key, images, train=False))
+
     return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)), images)
 
 
@@ -70,13 +68,7 @@ def count_parameters(state: TrainState) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
-def _init(
-    model: nn.Module,
-    optimiser: optax.GradientTransformation,
-    key: Key[Array, ""],
-    images: Float32[Array, "1 h w c"],
-) -> TrainState:
-    variables = model.init(key, images, train=False)
+def _state(optimiser: optax.GradientTransformation, variables: PyTree) -> TrainState:
     params = variables["params"]
     return TrainState(
         step=jnp.zeros((), jnp.int32),

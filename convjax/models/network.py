@@ -1,0 +1,176 @@
+"""What all models here share: a paper, a head, and how they come to their parameters.
+
+Flax's `init` runs the network to find its parameters, operation by operation. Here the network is
+called with shapes only: it declares what is to be drawn, by the initialisers of `convjax.layers`,
+and then each array is drawn on its own, from the key folded with a hash of its path. Nothing of the
+network is compiled or computed; the numbers are the same inside and outside of jit, and an array's
+do not depend on which others there are.
+
+A network in which somebody else's layers were put (`conv=partial(nn.Conv, ...)`) is initialised by
+flax, as any module is.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, PyTree
+
+from convjax.layers.initialisers import Draw, declaring, fold_in
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a network was published."""
+
+    authors: str
+    title: str
+    year: int
+    link: str
+
+
+class Network(nn.Module):
+    """A Flax module from images [b, h, w, c] to logits, quickly initialised.
+
+    Class attributes:
+      paper: where it was published.
+      head: the name of its last layer, which `num_classes` gives its width.
+      training_only: names of parts that evaluation does not call.
+    """
+
+    paper: ClassVar[Paper]
+    head: ClassVar[str]
+    training_only: ClassVar[tuple[str, ...]] = ()
+
+    def init(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, rngs: Any, images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct, **options: Any
+    ) -> PyTree:
+        """The variables for images of that shape.
+
+        Args:
+          rngs: a key, or {"params": key}.
+          images: [b, h, w, c], or their shape.
+          **options: as `flax.linen.Module.init` takes them.
+        """
+        declared = self._declared(rngs, images, options)
+        if declared is None:
+            return nn.Module.init_with_output(self, rngs, images, **options)[1]
+        return _drawn(declared, rngs)
+
+    def shapes(self, images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct) -> PyTree:
+        """What `init` would give, as shapes and dtypes: nothing is drawn."""
+        key = jax.random.key(0)
+        declared = self._declared(key, images, {})
+        if declared is None:
+            return jax.eval_shape(self.init, key, images)
+        return jax.tree.map(
+            lambda draw: jax.ShapeDtypeStruct(draw.shape, draw.dtype), declared, is_leaf=_is_draw
+        )
+
+    def init_with_output(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, rngs: Any, images: Float[Array, "b h w c"], **options: Any
+    ) -> tuple[Array, PyTree]:
+        """(logits, variables): `init`, and what the network then makes of the images."""
+        variables = self.init(rngs, images, **options)
+        options.pop("mutable", None)
+        keys = dict(rngs) if isinstance(rngs, Mapping) else None
+        return cast(Array, self.apply(variables, images, rngs=keys, **options)), variables
+
+    def _declared(self, rngs: Any, images: Any, options: dict[str, Any]) -> PyTree[Draw] | None:
+        """What is to be drawn, or None where a layer draws on its own."""
+        declared: PyTree[Draw] = {}
+
+        def declare(images: Array) -> None:
+            nonlocal declared
+            _, declared = nn.Module.init_with_output(self, rngs, images, **options)
+
+        try:
+            with declaring():
+                jax.eval_shape(declare, jax.ShapeDtypeStruct(jnp.shape(images), _dtype(images)))
+        except Exception:  # by a layer that computes with what it drew, or an error to be met again
+            return None
+        return declared if all(map(_is_draw, jax.tree.leaves(declared, is_leaf=_is_draw))) else None
+
+
+def replace_head(
+    model: Network,
+    variables: PyTree,
+    key: Array,
+    images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct,
+) -> PyTree:
+    """The variables for `model`, with a new last layer and all else as it is in `variables`.
+
+        features = create_model("resnet50", num_classes=1000)     # was trained
+        model = create_model("resnet50", num_classes=10)
+        variables = replace_head(model, variables, key, images)
+
+    Args:
+      model: with the number of classes that is wanted; 0 leaves the layer out.
+      variables: of the same network with any number of classes.
+      key: of the new layer's parameters.
+      images: [b, h, w, c], or their shape.
+    """
+    names = model.shapes(images)["params"]
+    params = {name: variables["params"].get(name) for name in names}
+    if model.head in params:
+        params[model.head] = model.init(key, images)["params"][model.head]
+    return {**variables, "params": params}
+
+
+def check_names(**fields: tuple[str, Any]) -> None:
+    """Raise a ValueError unless each value is one of its Literal's names."""
+    for field, (value, names) in fields.items():
+        if value not in get_args(names):
+            known = ", ".join(map(repr, get_args(names)))
+            raise ValueError(f"{field}={value!r} must be one of {known}")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A convolution or pooling along one axis; `padding` is that of both sides together."""
+
+    taps: int
+    stride: int = 1
+    padding: int = 0
+    ceil_mode: bool = False
+
+
+def check_size(images: Float[Array, "b h w c"], *layers: Window) -> None:
+    """Raise a ValueError unless something is left of the images after all of the layers."""
+    smallest = 1
+    for layer in reversed(layers):
+        windows = smallest - 1
+        if layer.ceil_mode and windows:  # the last one may hang over all but its first pixel
+            smallest = (windows - 1) * layer.stride + layer.taps + 1 - layer.padding
+        else:
+            smallest = windows * layer.stride + layer.taps - layer.padding
+        smallest = max(smallest, 1)
+    height, width = images.shape[1:3]
+    if min(height, width) < smallest:
+        raise ValueError(
+            f"images of {height}×{width} pixels are too small: at least {smallest}×{smallest}"
+        )
+
+
+def _drawn(declared: PyTree[Draw], rngs: Any) -> PyTree[Array]:
+    key = rngs["params"] if isinstance(rngs, Mapping) else rngs
+    return jax.tree.map_with_path(
+        lambda path, draw: draw(fold_in(key, _hash(path))), declared, is_leaf=_is_draw
+    )
+
+
+def _hash(path: tuple[Any, ...]) -> int:
+    """Of an array's path, 32 bits: the same on every machine."""
+    return zlib.crc32("/".join(key.key for key in path).encode())
+
+
+def _is_draw(node: Any) -> bool:
+    return isinstance(node, Draw)
+
+
+def _dtype(images: Any) -> Any:
+    return images.dtype if hasattr(images, "dtype") else jnp.result_type(images)
