@@ -70,7 +70,9 @@ class Unit(nn.Module):
     backend: Backend = "auto"
 
     @nn.compact
-    def __call__(self, x: Float[Array, "b h w c"], train: bool) -> Float[Array, "b h w features"]:
+    def __call__(
+        self, x: Float[Array, "b h w c"], train: bool
+    ) -> Float[Array, "b h_out w_out features"]:
         x = Conv(
             self.features,
             (self.size, self.size),
@@ -177,8 +179,8 @@ class GoogLeNet(Network):
         """Images [b, h, w, c] → logits [b, num_classes] in `dtype`; training needs a dropout key.
 
         Raises:
-          ValueError: an unknown name, or images that are too small: of less than 15 pixels, but
-            with auxiliary heads that pool 5×5 windows of less than 67.
+          ValueError: an unknown name, or images that are too small: of less than 47 pixels, or of
+            79 with auxiliary heads that pool 5×5 windows.
         """
         check_names(norm=(self.norm, NormKind), auxiliary_pool=(self.auxiliary_pool, AuxiliaryPool))
         auxiliary = self.auxiliary_heads and self.num_classes > 0

@@ -58,6 +58,7 @@ class Network(nn.Module):
         """
         declared = self._declared(rngs, images, options)
         if declared is None:
+            images = jnp.zeros(images.shape, images.dtype) if _is_shape(images) else images
             return nn.Module.init_with_output(self, rngs, images, **options)[1]
         return _drawn(declared, rngs)
 
@@ -90,7 +91,7 @@ class Network(nn.Module):
 
         try:
             with declaring():
-                jax.eval_shape(declare, jax.ShapeDtypeStruct(jnp.shape(images), _dtype(images)))
+                jax.eval_shape(declare, jax.ShapeDtypeStruct(images.shape, images.dtype))
         except Exception:  # by a layer that computes with what it drew, or an error to be met again
             return None
         return declared if all(map(_is_draw, jax.tree.leaves(declared, is_leaf=_is_draw))) else None
@@ -104,6 +105,8 @@ def replace_head(
 ) -> PyTree:
     """The variables for `model`, with a new last layer and all else as it is in `variables`.
 
+    Auxiliary heads, which only training calls, are new too.
+
         features = create_model("resnet50", num_classes=1000)     # was trained
         model = create_model("resnet50", num_classes=10)
         variables = replace_head(model, variables, key, images)
@@ -114,11 +117,11 @@ def replace_head(
       key: of the new layer's parameters.
       images: [b, h, w, c], or their shape.
     """
-    names = model.shapes(images)["params"]
-    params = {name: variables["params"].get(name) for name in names}
-    if model.head in params:
-        params[model.head] = model.init(key, images)["params"][model.head]
-    return {**variables, "params": params}
+    new = model.init(key, images)
+    for collection, parts in new.items():
+        kept = {name for name in parts if name not in (model.head, *model.training_only)}
+        parts.update({name: variables[collection][name] for name in kept})
+    return new
 
 
 def check_names(**fields: tuple[str, Any]) -> None:
@@ -172,5 +175,5 @@ def _is_draw(node: Any) -> bool:
     return isinstance(node, Draw)
 
 
-def _dtype(images: Any) -> Any:
-    return images.dtype if hasattr(images, "dtype") else jnp.result_type(images)
+def _is_shape(images: Any) -> bool:
+    return isinstance(images, jax.ShapeDtypeStruct)

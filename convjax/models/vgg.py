@@ -121,9 +121,7 @@ _CONFIGURATIONS = {
 }
 
 VARIANTS: dict[str, partial[VGG]] = {
-    **{name: partial(VGG, sizes) for name, sizes in _CONFIGURATIONS.items()},
-    **{
-        f"{name}_bn": partial(VGG, sizes, batch_norm=True)
-        for name, sizes in _CONFIGURATIONS.items()
-    },
+    name + suffix: partial(VGG, stage_sizes=sizes, batch_norm=suffix == "_bn")
+    for name, sizes in _CONFIGURATIONS.items()
+    for suffix in ("", "_bn")
 }

@@ -393,18 +393,18 @@ def resize_positions(
     return jnp.concatenate([token, resized.reshape(1, grid[0] * grid[1], -1)], axis=1)
 
 
-# Table 1, and of Ti and S Touvron et al.'s table 1: width, depth, heads.
+# Table 1, and of Ti and S Touvron et al.'s table 1.
 _SIZES = {
-    "ti": (192, 12, 3),
-    "s": (384, 12, 6),
-    "b": (768, 12, 12),
-    "l": (1024, 24, 16),
-    "h": (1280, 32, 16),
+    "ti": {"width": 192, "depth": 12, "heads": 3},
+    "s": {"width": 384, "depth": 12, "heads": 6},
+    "b": {"width": 768, "depth": 12, "heads": 12},
+    "l": {"width": 1024, "depth": 24, "heads": 16},
+    "h": {"width": 1280, "depth": 32, "heads": 16},
 }
 _PATCHES = {"ti": (16,), "s": (16, 32), "b": (16, 32), "l": (16, 32), "h": (14,)}
 
 VARIANTS: dict[str, partial[ViT]] = {
-    f"vit_{size}{patch}": partial(ViT, patch, *_SIZES[size])
+    f"vit_{size}{patch}": partial(ViT, patch_size=patch, **_SIZES[size])
     for size, patches in _PATCHES.items()
     for patch in patches
 }

@@ -65,7 +65,7 @@ class ZFNet(Network):
         """Images [b, h, w, c] → logits [b, num_classes] in `dtype`; training needs a dropout key.
 
         Raises:
-          ValueError: images of less than 51 pixels (the paper's have 224).
+          ValueError: images of less than 63 pixels (the paper's have 224).
         """
         over = Window(3, 2, ceil_mode=True)
         stem, second = Window(self.stem_size, self.stem_strides, 2), Window(5, self.conv2_strides)

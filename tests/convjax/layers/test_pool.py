@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from convjax.layers import avg_pool, global_avg_pool, max_pool
+from convjax.layers import adaptive_avg_pool, avg_pool, global_avg_pool, max_pool
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,16 @@ def test_a_window_of_padding_only_is_an_error():
 def test_strides_of_nought_are_an_error():
     with pytest.raises(ValueError, match=r"strides=\(0, 0\) must be"):
         max_pool(jnp.ones((1, 5, 5, 1)), (2, 2), (0, 0), ceil_mode=True)
+
+
+def test_adaptive_windows_are_those_of_torch():
+    """torch: of 5 pixels to 2 the windows are 0-2 and 2-4; of 2 to 3 they are 0, 0-1 and 1."""
+    x = jnp.arange(5.0).reshape(1, 5, 1, 1) * jnp.ones((1, 1, 5, 1))
+    np.testing.assert_allclose(adaptive_avg_pool(x, (2, 2))[0, :, 0, 0], [1.0, 3.0])
+    two = jnp.asarray([[1.0, 3.0]]).reshape(1, 1, 2, 1)
+    np.testing.assert_allclose(adaptive_avg_pool(two, (1, 3))[0, 0, :, 0], [1.0, 2.0, 3.0])
+    same = jax.random.normal(jax.random.key(0), (2, 6, 6, 3))
+    np.testing.assert_array_equal(adaptive_avg_pool(same, (6, 6)), same)
+    np.testing.assert_allclose(
+        adaptive_avg_pool(same, (1, 1))[:, 0, 0], global_avg_pool(same), rtol=1e-6
+    )
