@@ -22,6 +22,7 @@ import pallas_kernels
 from pallas_kernels import windows
 from pallas_kernels.conv2d_algorithms import Layout
 from pallas_kernels.epilogue import Activation
+from pallas_kernels.float8 import ScaleState
 from pallas_kernels.windows import Padding, Pair, Windows
 
 Pass = Literal["forward", "input_gradient", "kernel_gradient", "backward"]
@@ -97,6 +98,8 @@ class Conv2d(_Call):
     bias: bool = False
     residual: bool = False
     activation: Activation | None = None
+    out_dtype: str | None = None
+    """Of y; by default `dtype`."""
 
     @property
     def batch(self) -> int:
@@ -132,7 +135,8 @@ class Conv2d(_Call):
 
     def work(self, which: Pass = "forward") -> Work:
         """Of x, w and y, each moved once: the same in any of the three passes."""
-        return Work(2 * self.macs, _bytes(self.dtype, self.x, self.w, self.y))
+        operands, y = (self.x, self.w), _bytes(self.out_dtype or self.dtype, self.y)
+        return Work(2 * self.macs, _bytes(self.dtype, *operands) + y)
 
     def options(self) -> dict[str, Any]:
         return {
@@ -142,6 +146,7 @@ class Conv2d(_Call):
             "groups": self.groups,
             "layout": self.layout,
             "activation": self.activation,
+            "out_dtype": self.out_dtype,
         }
 
     def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -153,6 +158,77 @@ class Conv2d(_Call):
             given["bias"] = (self.w[3:], jnp.float32)
         if self.residual:
             given["residual"] = (self.y, self.dtype)
+        return _abstract(given)
+
+
+@dataclass(frozen=True)
+class Conv2dTranspose(_Call):
+    """A call of `conv2d_transpose` on arrays of these shapes: y in `layout`, w as HWIO."""
+
+    operation: ClassVar[str] = "conv2d_transpose"
+    passes: ClassVar[tuple[Pass, ...]] = Conv2d.passes
+    is_product: ClassVar[bool] = True
+
+    y: Shape
+    w: Shape
+    strides: Pair = (1, 1)
+    padding: Padding = "SAME"
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    layout: Layout = "NHWC"
+    bias: bool = False
+    residual: bool = False
+    activation: Activation | None = None
+    size: Pair | None = None
+    """(height, width) of the result; by default the smallest, as of `conv2d_transpose`."""
+
+    @property
+    def batch(self) -> int:
+        return self.y[self.layout.index("N")]
+
+    @property
+    def adjoint(self) -> Conv2d:
+        """The convolution whose gradient of x this is.
+
+        Raises:
+          ValueError: a size, stride or dilation is below 1, or the padding takes all pixels away.
+        """
+        counts = self.y[self.layout.index("H")], self.y[self.layout.index("W")]
+        height, width = self.size or windows.smallest(
+            counts, self.w[:2], self.strides, self.padding, self.dilation
+        )
+        channels = self.w[2] * self.groups
+        size = {"N": self.batch, "H": height, "W": width, "C": channels}
+        n, h, w, c = (size[axis] for axis in self.layout)
+        return Conv2d(
+            (n, h, w, c), self.w, self.strides, self.padding, self.dilation, self.groups,
+            self.layout, dtype=self.dtype,
+        )  # fmt: skip
+
+    def work(self, which: Pass = "forward") -> Work:
+        """That of the convolution."""
+        return self.adjoint.work(which)
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "strides": self.strides,
+            "padding": self.padding,
+            "dilation": self.dilation,
+            "groups": self.groups,
+            "layout": self.layout,
+            "activation": self.activation,
+            "size": self.size,
+        }
+
+    def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
+        given: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
+            "y": (self.y, self.dtype),
+            "w": (self.w, self.dtype),
+        }
+        if self.bias:
+            given["bias"] = ((self.w[2] * self.groups,), jnp.float32)
+        if self.residual:
+            given["residual"] = (self.adjoint.x, self.dtype)
         return _abstract(given)
 
 
@@ -169,6 +245,8 @@ class Matmul(_Call):
     bias: bool = False
     residual: bool = False
     activation: Activation | None = None
+    out_dtype: str | None = None
+    """Of the product; by default `dtype`."""
 
     @property
     def batch(self) -> int:
@@ -186,10 +264,11 @@ class Matmul(_Call):
 
     def work(self, which: Pass = "forward") -> Work:
         """Of a, b and y, each moved once: the same in any of the three passes."""
-        return Work(2 * self.macs, _bytes(self.dtype, self.a, self.b, self.y))
+        operands, y = (self.a, self.b), _bytes(self.out_dtype or self.dtype, self.y)
+        return Work(2 * self.macs, _bytes(self.dtype, *operands) + y)
 
     def options(self) -> dict[str, Any]:
-        return {"activation": self.activation}
+        return {"activation": self.activation, "out_dtype": self.out_dtype}
 
     def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
         given: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
@@ -200,6 +279,56 @@ class Matmul(_Call):
             given["bias"] = (self.b[-1:], jnp.float32)
         if self.residual:
             given["residual"] = (self.y, self.dtype)
+        return _abstract(given)
+
+
+@dataclass(frozen=True)
+class MatmulFp8(_Call):
+    """A call of `matmul_fp8` on arrays of these shapes: a [*batch, m, k] and b [k, n].
+
+    The scales are those before the first step.
+    """
+
+    operation: ClassVar[str] = "matmul_fp8"
+    passes: ClassVar[tuple[Pass, ...]] = Matmul.passes
+    is_product: ClassVar[bool] = True
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    bias: bool = False
+    activation: Activation | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.a[0]
+
+    @property
+    def y(self) -> tuple[int, ...]:
+        """The product's shape."""
+        return (*self.a[:-1], self.b[-1])
+
+    def work(self, which: Pass = "forward") -> Work:
+        """Of a, b and y, each moved once, two of them a byte a number."""
+        wide = {"forward": self.y, "input_gradient": self.a}.get(which, self.b)
+        flops = 2 * prod(self.y) * self.a[-1]
+        numbers = sum(map(prod, (self.a, self.b, self.y)))
+        return Work(flops, numbers - prod(wide) + _bytes(self.dtype, wide))
+
+    def options(self) -> dict[str, Any]:
+        return {"activation": self.activation}
+
+    def function(self, **options: Any) -> Callable[..., jax.Array]:
+        """As of all calls; the state of the scales is no operand."""
+        product = super().function(**options)
+        return lambda **arrays: product(state=ScaleState.create(), **arrays)
+
+    def operands(self) -> dict[str, jax.ShapeDtypeStruct]:
+        given: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
+            "a": (self.a, self.dtype),
+            "b": (self.b, self.dtype),
+        }
+        if self.bias:
+            given["bias"] = (self.b[-1:], jnp.float32)
         return _abstract(given)
 
 
@@ -324,13 +453,25 @@ class MaxPool(_Call):
     @property
     def y(self) -> tuple[int, ...]:
         """The result's shape."""
+        rows, columns = self.windows
         size = dict(zip(self.layout, self.x, strict=True))
-        rows, columns = windows.resolve(
-            (size["H"], size["W"]), self.window, strides=self.strides, padding=self.padding
-        )
         size |= {"H": rows.count, "W": columns.count}
         n, h, w, c = (size[axis] for axis in self.layout)
         return n, h, w, c
+
+    @property
+    def windows(self) -> tuple[Windows, Windows]:
+        """Where the windows' pixels are, (down, across).
+
+        Raises:
+          ValueError: no window fits the padded image, or a size or a stride is below 1.
+        """
+        return windows.resolve(
+            (self.x[self.layout.index("H")], self.x[self.layout.index("W")]),
+            self.window,
+            strides=self.strides,
+            padding=self.padding,
+        )
 
     def work(self, which: Pass = "forward") -> Work:
         """A comparison a tap; x read, y and a byte for each window written, and the reverse."""
@@ -381,7 +522,17 @@ class CrossEntropy(_Call):
         )
 
 
-Call = Conv2d | Matmul | Attention | LayerNorm | LocalResponseNorm | MaxPool | CrossEntropy
+Call = (
+    Conv2d
+    | Conv2dTranspose
+    | Matmul
+    | MatmulFp8
+    | Attention
+    | LayerNorm
+    | LocalResponseNorm
+    | MaxPool
+    | CrossEntropy
+)
 
 
 def _bytes(dtype: str, *shapes: tuple[int, ...]) -> int:

@@ -227,12 +227,13 @@ def _with_epilogue(
     )
     dtype = jnp.promote_types(source.dtype, w.dtype)
     source, w = source.astype(dtype), w.astype(dtype)
+    out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     images = source.shape[layout.index("N")]
     call = None
     by_default = launch.platform() != "gpu" or launch.is_default(convolution.precision)
     if backend == "auto" and algorithm is None and blocks is None and by_default:
         terms = {"bias": bias is not None, "residual": residual is not None}
-        call = _call(images, convolution, dtype, activation=activation, **terms)
+        call = _call(images, convolution, dtype, out_dtype, activation=activation, **terms)
     kernel_first = launch.platform() == "gpu" and conv2d_kernels.preferred(
         convolution, images, dtype, algorithm, call
     )
@@ -240,7 +241,6 @@ def _with_epilogue(
     backend = launch.resolve(
         operation, backend, available=launch.ranked(kernel_first), blocks=blocks
     )
-    out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     if backend == "xla" or 0 in (*source.shape, *w.shape, *shape):
         plan = conv2d_xla.plan(convolution, algorithm if backend == "xla" else None, call)
         adjoint = direction == "transposed"
@@ -261,8 +261,8 @@ def _with_epilogue(
 
 
 def _call(
-    images: int, convolution: Convolution, dtype: DTypeLike, *, bias: bool, residual: bool,
-    activation: Activation | None,
+    images: int, convolution: Convolution, dtype: DTypeLike, out_dtype: DTypeLike, *, bias: bool,
+    residual: bool, activation: Activation | None,
 ) -> calls.Conv2d:  # fmt: skip
     """The call of `conv2d` that the tuner is asked about."""
     rows, columns, layout = convolution.rows, convolution.columns, convolution.layout
@@ -279,6 +279,7 @@ def _call(
         bias=bias,
         residual=residual,
         activation=activation,
+        out_dtype=jnp.dtype(out_dtype).name,
         dtype=jnp.dtype(dtype).name,
     )
 

@@ -157,7 +157,7 @@ def _bare(problem: Problem, dtype: Any) -> Problem:
     call = problem.call
     return replace(
         problem,
-        call=call and replace(call, bias=False, residual=False, activation=None),
+        call=call and replace(call, bias=False, residual=False, activation=None, out_dtype=None),
         out_dtype=dtype,
         blocks=None,
         direction="forward",

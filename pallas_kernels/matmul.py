@@ -370,6 +370,7 @@ def matmul(
     dtype = jnp.promote_types(a.dtype, b.dtype)
     terms: dict[str, Any] = {"bias": bias, "residual": residual, "activation": activation}
     epilogue.check((*a.shape[:-1], b.shape[-1]), **terms)
+    out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     call = choice = None
     if backend == "auto" and blocks is None and launch.is_default(precision):
         call = calls.Matmul(
@@ -378,6 +379,7 @@ def matmul(
             bias=bias is not None,
             residual=residual is not None,
             activation=activation,
+            out_dtype=out_dtype.name,
             dtype=dtype.name,
         )
         choice = selection.choose(call, "forward")
@@ -386,7 +388,6 @@ def matmul(
         "matmul", backend, available=launch.ranked(kernel_first), blocks=blocks
     )
     a, b = a.astype(dtype), b.astype(dtype)
-    out_dtype = jax.dtypes.canonicalize_dtype(out_dtype or dtype)
     if backend == "xla":
         return epilogue.apply(_xla_product(a, b, precision, call), **terms, out_dtype=out_dtype)
     if choice is not None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_kernels import launch
 from pallas_kernels.blocks import Blocks
-from pallas_kernels.calls import Call, Conv2d, Matmul, Pass
+from pallas_kernels.calls import Call, Conv2d, Matmul, MaxPool, Pass
 from pallas_kernels.launch import Backend
 from pallas_kernels.tuning import tables
 
@@ -124,19 +124,23 @@ def resolve(
 
 
 def asked(call: Call, which: Pass) -> Question:
-    """The question in the form in which it is measured: a gradient has no epilogue, a batch of rows
-    that shares its second matrix is one tall matrix, and passes that go together are one."""
+    """The question in the form in which it is measured: a gradient has no epilogue and no dtype but
+    its operands', a batch of rows that shares its second matrix is one tall matrix, and passes that
+    go together are one."""
     if "backward" in call.passes:
         which = "backward"
-    if isinstance(call, Conv2d):
+    if isinstance(call, Conv2d | MaxPool):
         rows, columns = call.windows
         edges = (rows.before, rows.after), (columns.before, columns.after)
         call = replace(call, padding=edges)
     if isinstance(call, Matmul) and len(call.b) == 2:
         *rows, k = call.a
         call = replace(call, a=(functools.reduce(int.__mul__, rows), k))
-    if isinstance(call, Conv2d | Matmul) and which != "forward":
-        call = replace(call, bias=False, residual=False, activation=None)
+    if isinstance(call, Conv2d | Matmul):
+        if which != "forward":
+            call = replace(call, bias=False, residual=False, activation=None, out_dtype=None)
+        elif call.out_dtype == call.dtype:
+            call = replace(call, out_dtype=None)
     return call, which
 
 

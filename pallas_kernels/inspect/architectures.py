@@ -37,11 +37,6 @@ class Architecture:
         """90 for sm_90."""
         return int(self.name.removeprefix("sm_"))
 
-    @property
-    def shared_bytes_of_block(self) -> int:
-        """The most shared memory that a block can have."""
-        return self.shared_bytes - _RESERVED
-
 
 # Multiply-adds: sm_80, 1,024 (A100: 312 TFLOP/s / 108 multiprocessors / 1.41 GHz / 2). sm_89, 512,
 # of which GeForce cards have half with float32 accumulators. Hopper's 989 TFLOP/s / 132 / 1.83 GHz

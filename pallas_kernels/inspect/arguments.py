@@ -9,10 +9,12 @@ from pallas_kernels.calls import (
     Attention,
     Call,
     Conv2d,
+    Conv2dTranspose,
     CrossEntropy,
     LayerNorm,
     LocalResponseNorm,
     Matmul,
+    MatmulFp8,
     MaxPool,
 )
 from pallas_kernels.conv2d_algorithms import Layout
@@ -26,14 +28,20 @@ _PRODUCT = ("bias", "residual", "activation", "precision")
 
 _WINDOWS = ("strides", "padding")
 
+_CONVOLUTION = (
+    "input", "kernel", *_WINDOWS, "dilation", "groups", "layout", "algorithm", *_PRODUCT,
+)  # fmt: skip
+
 _FIELDS: dict[type[Call], tuple[str, ...]] = {
-    Conv2d: ("input", "kernel", *_WINDOWS, "dilation", "groups", "layout", "algorithm", *_PRODUCT),
+    Conv2d: _CONVOLUTION,
     Matmul: ("a", "b", *_PRODUCT),
     Attention: ("input", "keys", "causal", "precision"),
     LayerNorm: ("input",),
     LocalResponseNorm: ("input", "size", "groups", "layout"),
     MaxPool: ("input", "window", *_WINDOWS, "layout"),
     CrossEntropy: ("input", "label-smoothing"),
+    Conv2dTranspose: (*_CONVOLUTION, "output-size"),
+    MatmulFp8: ("a", "b", "bias", "activation"),
 }
 """The options that make a call of each operation."""
 
@@ -56,10 +64,10 @@ def needed(operation: str) -> list[str]:
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every operation's calls, all of which are None where not given."""
-    shape = "x of an operation, or q; conv2d's, local_response_norm's in --layout's order"
+    shape = "x of an operation, y or q; conv2d's, local_response_norm's in --layout's order"
     add = parser.add_argument_group("one call").add_argument
     add("--input", type=numbers(), metavar="N,H,W,C", help=shape)
-    add("--strides", type=numbers(2), metavar="DOWN,ACROSS", help="of conv2d, max_pool")
+    add("--strides", type=numbers(2), metavar="DOWN,ACROSS", help="of convolutions, max_pool")
     add("--padding", type=_padding, metavar="SAME|VALID|ROWS,COLUMNS|TOP,BOTTOM,LEFT,RIGHT")
     add("--groups", type=int, help="of conv2d's, local_response_norm's channels")
     add("--layout", choices=get_args(Layout))
@@ -67,11 +75,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--residual", action="store_true", default=None, help="add an array of the output's shape")
     add("--activation", choices=get_args(Activation), help="apply it to the sum")
     add("--blocks", type=_blocks, metavar=_BLOCKS, help="the forward kernel's")
-    add = parser.add_argument_group("conv2d").add_argument
+    add = parser.add_argument_group("conv2d, conv2d_transpose").add_argument
     add("--kernel", type=numbers(4), metavar="KH,KW,C/GROUPS,C_OUT")
     add("--dilation", type=numbers(2), metavar="DOWN,ACROSS")
     add("--algorithm", help="of the Triton backend; by default the one that it chooses")
-    add = parser.add_argument_group("matmul").add_argument
+    add("--output-size", type=numbers(2), metavar="HEIGHT,WIDTH", help="by default the smallest")
+    add = parser.add_argument_group("matmul, matmul_fp8").add_argument
     add("--a", type=numbers(), metavar="M,K", help="or a batch of them, BATCH,M,K")
     add("--b", type=numbers(), metavar="K,N", help="or one for each of the batch, BATCH,K,N")
     add = parser.add_argument_group("attention, of --input=BATCH,LENGTH,HEADS,SIZE").add_argument
@@ -90,15 +99,14 @@ def call_of(options: argparse.Namespace, dtype: str) -> Call:
       ValueError: a shape has too few or too many sizes.
     """
     kind = _CALLS[options.operation]
-    names = {"input": "q" if kind is Attention else "x", "kernel": "w", "keys": "s"}
-    if kind is CrossEntropy:
-        names["input"] = "logits"
+    names = {"kernel": "w", "keys": "s", "output-size": "size"}
+    names["input"] = {Attention: "q", Conv2dTranspose: "y", CrossEntropy: "logits"}.get(kind, "x")
     given: dict[str, Any] = {}
     for option in _FIELDS[kind]:
         name = option.replace("-", "_")
         if getattr(options, name) is not None and option not in ("algorithm", "precision"):
             given[names.get(option, name)] = getattr(options, name)
-    four = kind not in (Matmul, LayerNorm, CrossEntropy)
+    four = kind not in (Matmul, MatmulFp8, LayerNorm, CrossEntropy)
     if four and len(options.input) != 4:
         raise ValueError(f"input={','.join(map(str, options.input))} must be 4 numbers")
     return kind(**given, dtype=dtype)

@@ -31,14 +31,14 @@ class Binary:
 
     ptx: str
     sass: str
+    """Empty where it was not asked for."""
     warps: int
     """Of a block."""
     registers: int
     """Of a thread."""
-    stack_bytes: int
-    """Of a thread, in local memory, which is global memory."""
     spill_bytes: int
-    """Of a thread: registers stored to its stack and loaded from it, in bytes of instructions."""
+    """Of a thread: registers stored to local memory, which is global memory, and loaded from it, in
+    bytes of instructions."""
     shared_bytes: int
     """Of a block."""
     tensor_columns: int
@@ -54,8 +54,17 @@ def missing() -> str | None:
     return None
 
 
-def compile_kernel(ttir: str, *, warps: int, stages: int, architecture: Architecture) -> Binary:
+def compile_kernel(
+    ttir: str, *, warps: int, stages: int, architecture: Architecture, disassembled: bool = True
+) -> Binary:
     """The machine code of a kernel.
+
+    Args:
+      ttir: the kernel, as Triton IR.
+      warps: of a block.
+      stages: of its pipeline.
+      architecture: the GPU's.
+      disassembled: whether `sass` is wanted, which takes as long as the compiler.
 
     Raises:
       CompilerError: the compiler refused it.
@@ -71,7 +80,7 @@ def compile_kernel(ttir: str, *, warps: int, stages: int, architecture: Architec
         raise CompilerError(f"no machine code for {architecture.name}: {message}") from error
     return Binary(
         ptx=asm["ptx"],
-        sass=_disassemble(asm["cubin"]),
+        sass=_disassemble(asm["cubin"]) if disassembled else "",
         warps=metadata["num_warps"],
         shared_bytes=metadata["shared"],
         tensor_columns=metadata["tmem_size"],
@@ -132,7 +141,6 @@ def _resources(log: str) -> dict[str, int]:
     spilled = total(r"(\d+) bytes spill stores") + total(r"(\d+) bytes spill loads")
     return {
         "registers": max(int(number) for number in re.findall(r"Used (\d+) registers", log)),
-        "stack_bytes": stack,
         # A stack without spills is an array that registers cannot index: as slow.
         "spill_bytes": spilled or stack,
     }

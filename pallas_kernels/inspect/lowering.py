@@ -4,9 +4,10 @@ The call is traced with abstract arrays for a GPU that need not be there. Each k
 is then lowered alone, so that there is no doubt which Triton IR is whose.
 """
 
+import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
+from pallas_kernels import selection
 from pallas_kernels.calls import Call, Pass
 from pallas_kernels.inspect.roofline import GPU
+from pallas_kernels.selection import Choice
 
 
 @dataclass(frozen=True)
@@ -56,28 +59,64 @@ def lower(call: Call, which: Pass, gpu: GPU, **options: Any) -> Trace:
     Raises:
       ValueError, TypeError, NotImplementedError: the operation refuses the call.
     """
+    with _tracing_for(gpu):
+        function, operands = call.function(backend="triton", **options), call.operands()
+        if which == "forward":
+            jaxpr = _trace(lambda operands: function(**operands), operands)
+        else:
+            jaxpr = _gradient(call, which, function)
+        return Trace(str(jaxpr), tuple(map(_launch, _kernels(jaxpr))))
+
+
+def lower_choice(call: Call, which: Pass, choice: Choice, gpu: GPU) -> Trace:
+    """What a pass of `call` is where the tuner has found `choice` to be the fastest.
+
+    As the tuner times it: `backward` has the forward pass in it. Errors as in `lower`.
+    """
+    with selection.trying(call, which, choice), _tracing_for(gpu):
+        function, operands = call.function(), call.operands()
+        if which == "forward":
+            jaxpr = _trace(lambda operands: function(**operands), operands)
+        elif which == "backward":
+            differentiate = _differentiated(call, which, function)
+
+            def both(operands: dict[str, Any], dy: Any) -> Any:
+                y, pull = differentiate(operands)
+                return y, pull(dy)
+
+            jaxpr = _trace(both, operands, jax.eval_shape(differentiate, operands)[0])
+        else:
+            jaxpr = _gradient(call, which, function)
+        return Trace(str(jaxpr), tuple(map(_launch, _kernels(jaxpr))))
+
+
+@contextlib.contextmanager
+def _tracing_for(gpu: GPU) -> Iterator[None]:
     device = AbstractDevice(gpu.device_kind, gpu.multiprocessors, "cuda")
     mesh = AbstractMesh((1,), ("device",), (AxisType.Auto,), abstract_device=device)
     with use_abstract_mesh(mesh):
-        jaxpr = _trace(call, which, options)
-        kernels = tuple(_launch(equation) for equation in _kernels(jaxpr))
-    return Trace(str(jaxpr), kernels)
+        yield
 
 
-def _trace(call: Call, which: Pass, options: dict[str, Any]) -> Any:
-    function, operands = call.function(backend="triton", **options), call.operands()
-    if which == "forward":
-        traced = jax.make_jaxpr(lambda operands: function(**operands))(operands)
-    else:
-        names = call.differentiated(which)
+def _differentiated(call: Call, which: Pass, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the operands to y and a function of dy."""
+    names = call.differentiated(which)
 
-        def differentiate(operands):
-            rest = {name: array for name, array in operands.items() if name not in names}
-            of = {name: operands[name] for name in names}
-            return jax.vjp(lambda of: function(**rest, **of), of)
+    def differentiate(operands: dict[str, Any]) -> Any:
+        rest = {name: array for name, array in operands.items() if name not in names}
+        of = {name: operands[name] for name in names}
+        return jax.vjp(lambda of: function(**rest, **of), of)
 
-        y, pull = jax.eval_shape(differentiate, operands)
-        traced = jax.make_jaxpr(lambda pull, dy: pull(dy))(pull, y)
+    return differentiate
+
+
+def _gradient(call: Call, which: Pass, function: Callable[..., Any]) -> Any:
+    y, pull = jax.eval_shape(_differentiated(call, which, function), call.operands())
+    return _trace(lambda pull, dy: pull(dy), pull, y)
+
+
+def _trace(function: Callable[..., Any], *arguments: Any) -> Any:
+    traced = jax.make_jaxpr(function)(*arguments)
     # An operation's backward pass has both gradients in it: what is not asked for goes here.
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
     return jaxpr

@@ -6,14 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import Blocks
-from pallas_kernels.calls import Call, Pass, Work
+from pallas_kernels.calls import Call, MatmulFp8, Pass, Work
 from pallas_kernels.inspect import machine_code
 from pallas_kernels.inspect.architectures import ARCHITECTURES, Architecture
 from pallas_kernels.inspect.compiler import Binary, compile_kernel
 from pallas_kernels.inspect.lowering import Launch, Trace, lower
 from pallas_kernels.inspect.machine_code import MachineCode
-from pallas_kernels.inspect.roofline import GPU, Floor, floor
-from pallas_kernels.launch import Product, product
+from pallas_kernels.inspect.roofline import GPU, Floor, Rate, floor
+from pallas_kernels.launch import product
 from pallas_kernels.workloads import Workload
 
 NO_KERNEL = "XLA computes it, without a kernel"
@@ -38,8 +38,10 @@ class Query:
         return ARCHITECTURES[self.gpu.architecture]
 
     @property
-    def product(self) -> Product:
+    def product(self) -> Rate:
         """The arithmetic of its floor: float32 on the CUDA cores, unless it is products."""
+        if isinstance(self.call, MatmulFp8):
+            return "fp8"
         if not self.call.is_product:
             return "ieee"
         return product(jnp.dtype(self.call.dtype), self.precision)

@@ -1,7 +1,8 @@
 """The ways to do one pass of a call, the default first and then the most promising.
 
 XLA's own is always among them: on a GPU that is cuDNN's or cuBLAS's choice. What cannot be built is
-not: an algorithm that refuses the shape, and a matrix of patches that would not fit in memory.
+not: an algorithm that refuses the shape, and a matrix of patches that would not fit in memory. What
+the compiler makes of kernels is not asked here, but by `screening`, when their turn comes.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,12 +13,24 @@ import jax.numpy as jnp
 from pallas_kernels import conv2d_algorithms, conv2d_kernels, direct_chwn, implicit_gemm
 from pallas_kernels.attention import search_space as attention_search_space
 from pallas_kernels.blocks import Blocks, ceiling
-from pallas_kernels.calls import Attention, Call, Conv2d, CrossEntropy, LayerNorm, Matmul, Pass
+from pallas_kernels.calls import (
+    Attention,
+    Call,
+    Conv2d,
+    CrossEntropy,
+    LayerNorm,
+    LocalResponseNorm,
+    Matmul,
+    MaxPool,
+    Pass,
+)
 from pallas_kernels.conv2d_algorithms import ALGORITHMS, Algorithm, Convolution
 from pallas_kernels.cross_entropy import search_space as cross_entropy_search_space
 from pallas_kernels.layer_norm import search_space as layer_norm_search_space
+from pallas_kernels.local_response_norm import search_space as local_response_norm_search_space
 from pallas_kernels.matmul import MULTIPROCESSORS
 from pallas_kernels.matmul import search_space as matmul_search_space
+from pallas_kernels.max_pool import search_space as max_pool_search_space
 from pallas_kernels.selection import Choice
 
 LARGEST_COPY = 2**31
@@ -38,9 +51,36 @@ def candidates(call: Call, which: Pass, platform: str) -> list[Choice]:
         others = _by_estimate(_product_of(call, which), call.dtype, matmul_search_space)
     else:
         others = [Choice("triton", None, blocks) for blocks in _blocks_of(call)]
-    if call.is_product and call.dtype == "float32":
-        return [Choice("xla"), kernel, *others]
-    return [kernel, Choice("xla"), *others]
+    first = [kernel, Choice("xla")] if _is_kernel_first(call) else [Choice("xla"), kernel]
+    return [*first, *others]
+
+
+def _is_kernel_first(call: Call) -> bool:
+    """Whether an operation on a GPU is a kernel where nothing was measured."""
+    if isinstance(call, MaxPool):
+        return _fills_a_load(_pooled(call)[-1], call.dtype)
+    if isinstance(call, LocalResponseNorm):
+        _, group, inner = _grouped(call)
+        neighbours = group if call.layout.endswith("C") else inner
+        return _fills_a_load(neighbours, call.dtype) and call.size <= 9
+    return not (call.is_product and call.dtype == "float32")
+
+
+def _fills_a_load(neighbours: int, dtype: str) -> bool:
+    """Whether a thread's 16 bytes are all of so many neighbours in memory, or of the next ones."""
+    return neighbours * jnp.dtype(dtype).itemsize % 16 == 0
+
+
+def _pooled(call: MaxPool) -> tuple[int, ...]:
+    """A pooling's result as its kernel sees it, pixels before the last axis."""
+    return (*call.y, 1) if call.layout == "NCHW" else call.y
+
+
+def _grouped(call: LocalResponseNorm) -> tuple[int, int, int]:
+    """(groups of channels, channels of a group, what follows them) of x."""
+    axis = call.layout.index("C")
+    groups = prod(call.x[:axis]) * call.groups
+    return groups, call.x[axis] // call.groups, prod(call.x[axis + 1 :])
 
 
 def _blocks_of(call: Call) -> list[Blocks]:
@@ -52,6 +92,10 @@ def _blocks_of(call: Call) -> list[Blocks]:
         return layer_norm_search_space((prod(call.x[:-1]), call.x[-1]), call.dtype)
     if isinstance(call, CrossEntropy):
         return cross_entropy_search_space((prod(call.y), call.logits[-1]), call.dtype)
+    if isinstance(call, LocalResponseNorm):
+        return local_response_norm_search_space(_grouped(call), call.dtype)
+    if isinstance(call, MaxPool):
+        return max_pool_search_space(_pooled(call), call.dtype)
     return []
 
 

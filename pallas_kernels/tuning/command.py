@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None, *, description: str | None = No
         print("\ninterrupted; what was tuned is kept", file=sys.stderr)
         return 130
     print(json.dumps([as_json(row) for row in report.rows], indent=2) if options.json else report)
+    if options.json and report.unscreened:
+        print(f"kernels were not compiled first: {report.unscreened}", file=sys.stderr)
     path = tables.path_of(launch.device_kind())
     kept = path is not None and path.exists()
     print(f"choices in {path}" if kept else "choices are not on disk", file=sys.stderr)

@@ -1,11 +1,13 @@
 """What the tuner found, as a table for people and entries for tables on disk."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pallas_kernels import selection
-from pallas_kernels.calls import Call, Pass
+from pallas_kernels.calls import Call, Conv2d, Matmul, Pass
 from pallas_kernels.selection import Choice
+from pallas_kernels.tuning.screening import Objection
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Row:
     """The ways that were right, each with its time."""
     refused: tuple[str, ...] = ()
     """Ways that could not be compiled, or were wrong, and why."""
+    dropped: tuple[tuple[Choice, Objection], ...] = ()
+    """Kernels that were not timed, and what the compiler said against them."""
 
     @classmethod
     def known(cls, call: Call, which: Pass, count: int, choice: Choice) -> "Row":
@@ -40,8 +44,8 @@ class Row:
     def times(self, count: int) -> "Row":
         return replace(self, count=count)
 
-    def refusing(self, refused: list[str]) -> "Row":
-        return replace(self, refused=tuple(refused))
+    def without(self, refused: list[str], dropped: list[tuple[Choice, Objection]]) -> "Row":
+        return replace(self, refused=tuple(refused), dropped=tuple(dropped))
 
     def won(self, winner: Choice, **measured: Any) -> "Row":
         return replace(self, winner=winner, **measured)
@@ -86,6 +90,8 @@ class Report:
     rows: tuple[Row, ...]
     seconds: float
     """That tuning took."""
+    unscreened: str | None = None
+    """Why kernels were timed without having been compiled for their spills, if they were."""
 
     def __str__(self) -> str:
         heading = ("operation", "pass", "times", "winner", "ms", "floor", "gain", "over XLA")
@@ -104,7 +110,15 @@ class Report:
             f"{len(measured)} of {len(self.rows)} measured in {self.seconds:.0f} s on "
             f"{self.device_kind}: {before * 1e3:.1f} ms by default, {after * 1e3:.1f} ms tuned"
         )
-        return "\n".join(table)
+        return "\n".join([*table, *self._screening()])
+
+    def _screening(self) -> list[str]:
+        """How many kernels were dropped and why, or why none was."""
+        if self.unscreened is not None:
+            return [f"no kernel was dropped before it was timed: {self.unscreened}"]
+        kinds = Counter(found.kind for row in self.rows for _, found in row.dropped)
+        counts = ", ".join(f"{number} for {kind}" for kind, number in kinds.most_common())
+        return [f"{kinds.total()} kernels dropped before they were timed: {counts}"] * bool(kinds)
 
     def _line(self, row: Row) -> tuple[str, ...]:
         return (
@@ -135,12 +149,13 @@ def as_json(row: Row) -> dict[str, Any]:
         "floor_seconds": row.floor,
         "ways": [{**selection.entry(way), "seconds": seconds} for way, seconds in row.measured],
         "refused": list(row.refused),
+        "dropped": [{**selection.entry(way), "reason": str(why)} for way, why in row.dropped],
     }
 
 
 def _remark(row: Row) -> str:
     if row.winner is not None:
-        tried = len(row.measured) + len(row.refused)
+        tried = len(row.measured) + len(row.refused) + len(row.dropped)
         return f", {tried} of {row.ways} tried" if tried < row.ways else ""
     return ", the only way" if row.ways == 1 else ", not timed"
 
@@ -154,10 +169,12 @@ def _ratio(value: float | None) -> str:
 
 
 def label(call: Call) -> str:
-    """A call in a few words: its operation and the shapes of its arrays."""
+    """A call in a few words: its operation, the shapes of its arrays, and their dtypes."""
     shapes = [
         "×".join(map(str, array.shape))
         for name, array in call.operands().items()
         if name in ("x", "w", "a", "b", "q", "k", "logits")
     ]
-    return f"{call.operation} {', '.join(shapes)} {call.dtype}"
+    made = isinstance(call, Conv2d | Matmul) and call.out_dtype
+    dtypes = f"{call.dtype} to {made}" if made else call.dtype
+    return f"{call.operation} {', '.join(shapes)} {dtypes}"

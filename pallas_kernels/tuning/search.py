@@ -4,7 +4,9 @@
     with autotune(): step(state, batch)            tunes what is not known yet, as it is traced
 
 A choice is for the whole arrays on one device; on a mesh, operations ask about theirs before they
-are split. What is kept is faster than the default by more than noise, or the default.
+are split. What is kept is faster than the default by more than noise, or the default. On a GPU a
+kernel is not timed if the compiler has something against it (`screening`): this is asked, within
+the budget, of a candidate when its turn comes.
 """
 
 import contextlib
@@ -17,10 +19,13 @@ import jax
 
 from pallas_kernels import launch, selection
 from pallas_kernels.calls import Call, Pass
+from pallas_kernels.inspect.architectures import Architecture
 from pallas_kernels.selection import Choice, Question
+from pallas_kernels.tuning import screening
 from pallas_kernels.tuning.candidates import candidates
 from pallas_kernels.tuning.floors import floor_seconds
 from pallas_kernels.tuning.report import Report, Row
+from pallas_kernels.tuning.screening import Objection
 from pallas_kernels.tuning.timing import TOLERANCE, Bench, Contender, race
 
 NOISE = 0.03
@@ -82,6 +87,7 @@ def tune_all(
     """
     started = time.monotonic()
     device_kind, platform = launch.device_kind(), launch.platform()
+    architecture, unscreened = _architecture(device_kind) if platform == "gpu" else (None, None)
     rows: list[Row] = []
     order = sorted(questions, key=lambda question: -question[0].work(question[1]).flops)
     for index, (call, which) in enumerate(order):
@@ -91,7 +97,8 @@ def tune_all(
         else:
             left = budget - (time.monotonic() - started)
             share = max(left, 0.0) / (len(order) - index) * 2
-            row = _answer(call, which, platform, seconds=min(share, max(left, 0.0)))
+            seconds = min(share, max(left, 0.0))
+            row = _answer(call, which, platform, seconds=seconds, architecture=architecture)
             rows.append(row.times(questions[call, which]))
             if row.seconds is not None:
                 selection.remember(device_kind, {selection.key(call, which): row.entry})
@@ -99,7 +106,15 @@ def tune_all(
             spent = time.monotonic() - started
             left = spent / (index + 1) * (len(order) - index - 1)
             progress(index + 1, len(order), min(left, max(budget - spent, 0.0)))
-    return Report(device_kind, tuple(rows), time.monotonic() - started)
+    return Report(device_kind, tuple(rows), time.monotonic() - started, unscreened)
+
+
+def _architecture(device_kind: str) -> tuple[Architecture | None, str | None]:
+    """What kernels are compiled for before they are timed, or why they are not."""
+    try:
+        return screening.architecture_of(device_kind), None
+    except screening.UnknownError as error:
+        return None, str(error)
 
 
 @contextlib.contextmanager
@@ -155,23 +170,33 @@ def _elsewhere(run: Callable[[], Any]) -> None:
         raise errors[0]
 
 
-def _answer(call: Call, which: Pass, platform: str, *, seconds: float) -> Row:
+def _answer(
+    call: Call,
+    which: Pass,
+    platform: str,
+    *,
+    seconds: float,
+    architecture: Architecture | None = None,
+) -> Row:
     """Times the ways to do a pass, as many as `seconds` suffice for."""
     started = time.monotonic()
     ways = candidates(call, which, platform)
     row = Row(call, which, default=ways[0], ways=len(ways))
     if len(ways) == 1 or seconds <= 0 or call.dtype not in TOLERANCE:
         return row
-    contenders, refused = _build(call, which, ways, until=started + 0.7 * seconds)
+    contenders, refused, dropped = _build(
+        call, which, ways, until=started + 0.7 * seconds, architecture=architecture
+    )
+    row = row.without(refused, dropped)
     if not contenders:
-        return row.refusing(refused)
+        return row
     race(contenders, seconds=max(0.3 * seconds, 0.1))
     best = min(contenders, key=lambda each: each.median)
     first = contenders[0] if contenders[0].choice == ways[0] else None
     if first is not None and best.median > (1 - NOISE) * first.median:
         best = first
     xla = [each.median for each in contenders if each.choice.backend == "xla"]
-    return row.refusing(refused).won(
+    return row.won(
         best.choice,
         seconds=best.median,
         default_seconds=None if first is None else first.median,
@@ -182,19 +207,32 @@ def _answer(call: Call, which: Pass, platform: str, *, seconds: float) -> Row:
 
 
 def _build(
-    call: Call, which: Pass, ways: Sequence[Choice], *, until: float
-) -> tuple[list[Contender], list[str]]:
-    """What could be compiled and was right, and what was not; always the first, then as time is."""
+    call: Call,
+    which: Pass,
+    ways: Sequence[Choice],
+    *,
+    until: float,
+    architecture: Architecture | None,
+) -> tuple[list[Contender], list[str], list[tuple[Choice, Objection]]]:
+    """What could be compiled and was right, what was not, and what there was an objection to;
+    always the first, then as time is."""
     bench: Bench | None = None
     contenders: list[Contender] = []
     refused: list[str] = []
+    dropped: list[tuple[Choice, Objection]] = []
     for index, choice in enumerate(ways):
         if index and time.monotonic() > until:
             break
         try:
+            # The first is what is done anyway: the others' time is compared with its own.
+            if index and choice.backend == "triton" and architecture is not None:
+                found = screening.objection(call, which, choice, architecture)
+                if found is not None:
+                    dropped.append((choice, found))
+                    continue
             bench = bench or Bench(call, which)
             contenders.append(Contender(call, which, choice, bench))
         except Exception as error:  # of a compiler, an allocator, or a wrong result: the next way
             reason = str(error) or type(error).__name__
             refused.append(f"{choice}: {reason.splitlines()[0]}")
-    return contenders, refused
+    return contenders, refused, dropped

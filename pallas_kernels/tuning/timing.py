@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels import selection
-from pallas_kernels.calls import Call, Pass
+from pallas_kernels.calls import Call, Conv2d, Matmul, Pass
 from pallas_kernels.selection import Choice
 
 CACHE = 64 * 2**20
@@ -131,6 +131,8 @@ def _reference(call: Call, which: Pass, *operands: Any) -> Any:
     if call.is_product:
         options["precision"] = lax.Precision.HIGHEST
     exact = replace(call, dtype="float32")
+    if isinstance(exact, Conv2d | Matmul):
+        exact = replace(exact, out_dtype=None)
     return jax.jit(partial(_pass, exact, which, **options))(*wide)
 
 

@@ -75,7 +75,15 @@ def test_parameters_are_the_same_inside_jit_and_float32_whatever_the_dtype(name)
 @pytest.mark.parametrize(
     "name",
     [
-        *("alexnet", "alexnet_one_tower", "alexnet_owt", "zfnet", "vgg11_bn", "vit_ti16", "vit_b16"),
+        *(
+            "alexnet",
+            "alexnet_one_tower",
+            "alexnet_owt",
+            "zfnet",
+            "vgg11_bn",
+            "vit_ti16",
+            "vit_b16",
+        ),
         pytest.param("googlenet", marks=pytest.mark.slow),
         pytest.param("googlenet_torchvision", marks=pytest.mark.slow),
     ],

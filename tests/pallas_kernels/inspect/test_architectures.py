@@ -38,6 +38,11 @@ def test_blackwell_shares_its_tensor_memory(columns, blocks):
     assert found.blocks == blocks
 
 
-def test_a_block_has_all_shared_memory_but_one_kibibyte():
-    sizes = {name: a.shared_bytes_of_block // 1024 for name, a in ARCHITECTURES.items()}
-    assert sizes == {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}
+@pytest.mark.parametrize(
+    ("name", "kibibytes"), [("sm_80", 163), ("sm_89", 99), ("sm_90", 227), ("sm_100", 227)]
+)
+def test_a_block_has_all_shared_memory_but_one_kibibyte(name, kibibytes):
+    for over, blocks in ((0, 1), (1, 0)):
+        size = kibibytes * 1024 + over
+        found = occupancy(ARCHITECTURES[name], warps=4, registers=32, shared_bytes=size)
+        assert (found.blocks, found.limit) == (blocks, "shared memory")

@@ -81,6 +81,12 @@ CONVOLUTION = ("conv2d", "--input=1,8,8,16", "--kernel=3,3,16,16", "--arch=sm_90
             ("layer_norm", "--input=8,16", "--causal", "--arch=sm_90"),
             "--causal is not an option of",
         ),
+        (
+            ("conv2d_transpose", *CONVOLUTION[1:], "--output-size=9,9"),
+            "size=(9, 9) has (9, 9) windows, but y of shape (1, 8, 8, 16) has (8, 8) pixels",
+        ),
+        (("matmul_fp8", *PRODUCT[1:], "--precision=high"), "--precision is not an option of"),
+        (("matmul_fp8", "--a=64,64", "--arch=sm_90"), "matmul_fp8 needs --b"),
         ((*CONVOLUTION, "--groups=3"), "groups=3 must divide c_in=16"),
         ((*CONVOLUTION, "--dilation=4,4", "--padding=VALID"), "does not fit 8 pixels"),
         ((*CONVOLUTION, "--algorithm=winograd"), "algorithm='winograd' must be one of"),
@@ -150,6 +156,25 @@ def test_a_report_names_everything_in_a_few_lines(run):
         "128-bit", "hot loop", "GFLOP", "on H100 (989 TFLOP/s, 3.35 TB/s), bound by memory",
     ):  # fmt: skip
         assert fact in out
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arguments", "algorithm", "instruction"),
+    [
+        (("matmul_fp8", "--a=64,256", "--b=256,64", "--bias"), "matmul_fp8", "QGMMA"),
+        (
+            ("conv2d_transpose", "--input=1,8,8,64", "--kernel=3,3,64,64", "--strides=2,2",
+             "--output-size=15,16", "--pass=input_gradient"), "implicit_gemm", "HGMMA",
+        ),
+    ],
+)  # fmt: skip
+def test_the_other_products_are_operations_too(run, arguments, algorithm, instruction):
+    status, out, err = run(*arguments, "--arch=sm_90", "--json")
+    assert (status, err) == (0, "")
+    entry = json.loads(out)
+    assert (entry["operation"], entry["algorithm"]) == (arguments[0], algorithm)
+    assert list(entry["matrix_instructions"]) == [instruction]
 
 
 @needs_triton

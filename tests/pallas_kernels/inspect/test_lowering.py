@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels.blocks import Blocks
-from pallas_kernels.calls import Conv2d, Matmul
+from pallas_kernels.calls import Conv2d, Conv2dTranspose, Matmul, MatmulFp8
 from pallas_kernels.inspect.lowering import lower
 from pallas_kernels.inspect.roofline import GPUS
 
@@ -40,13 +40,33 @@ def test_a_launch_is_what_the_operation_asked_for():
         Conv2d((2, 14, 14, 32), (3, 3, 32, 64), strides=(2, 2), padding=((1, 1), (1, 1))),
         Conv2d((2, 14, 14, 32), (3, 3, 16, 64), groups=2),
         Conv2d((32, 14, 14, 16), (3, 3, 32, 64), layout="CHWN"),
+        Conv2dTranspose((2, 7, 7, 64), (3, 3, 32, 64), (2, 2), bias=True, residual=True),
     ],
     ids=lambda call: call.operation,
 )
 def test_a_pass_has_its_own_kernel_and_no_other(call, which):
     (launch,) = lower(call, which, H200).launches
-    assert launch.flops == 2 * call.macs
+    assert launch.flops == call.work(which).flops
     assert launch.bytes_moved >= call.work().bytes_moved
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_a_product_of_8_bit_floats_moves_a_byte_a_number(which):
+    (launch,) = lower(MatmulFp8((2, 2048, 512), (512, 2048), bias=True), which, H200).launches
+    assert (launch.algorithm, launch.blocks["splits"]) == ("matmul_fp8", 1)
+    assert launch.flops == 2 * 4096 * 512 * 2048
+    a, b, y = 4096 * 512, 512 * 2048, 4096 * 2048
+    made = {"forward": y, "input_gradient": a, "kernel_gradient": b}[which]
+    scale_and_bias = 4 + (4 * 2048 if which == "forward" else 0)
+    assert launch.bytes_moved == a + b + y + made + scale_and_bias
+
+
+def test_the_adjoint_of_a_convolution_is_its_gradient():
+    call = Conv2dTranspose((2, 7, 7, 64), (3, 3, 32, 64), (2, 2), size=(13, 14))
+    assert call.adjoint == Conv2d((2, 13, 14, 32), (3, 3, 32, 64), (2, 2))
+    (made,) = lower(call, "forward", H200).launches
+    (gradient,) = lower(call.adjoint, "input_gradient", H200).launches
+    assert (made.ttir, made.grid) == (gradient.ttir, gradient.grid)
 
 
 def test_the_gradients_are_those_of_the_two_operands():

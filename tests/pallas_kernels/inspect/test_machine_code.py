@@ -15,10 +15,7 @@ def loop(instruction, count, length):
 
 
 def binary(sass, ptx="", warps=8):
-    return Binary(
-        ptx, sass, warps, registers=128, stack_bytes=0, spill_bytes=0, shared_bytes=0,
-        tensor_columns=0,
-    )  # fmt: skip
+    return Binary(ptx, sass, warps, registers=128, spill_bytes=0, shared_bytes=0, tensor_columns=0)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,14 @@ def test_float32_products_have_the_rate_of_what_they_are_made_of():
     assert times["ieee"] == pytest.approx(16 * times["operands"])
 
 
+@pytest.mark.parametrize(("gpu", "times"), [("A100", 1.0), ("RTX4090", 2.0), ("H200", 2.0)])
+def test_8_bit_floats_have_twice_the_rate_of_16_bit_ones_where_there_are_any(gpu, times):
+    narrow, wide = (
+        floor(GPUS[gpu], rate, flops=10**15, bytes_moved=1).seconds for rate in ("fp8", "operands")
+    )
+    assert wide / narrow == pytest.approx(times, rel=1e-3)
+
+
 def test_every_architecture_has_a_gpu_to_measure_it_by():
     found = {name: default_gpu(name).name for name in ARCHITECTURES}
     assert found == {"sm_80": "A100", "sm_89": "RTX4090", "sm_90": "H200", "sm_100": "B200"}

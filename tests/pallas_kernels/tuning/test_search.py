@@ -1,6 +1,8 @@
 """What the tuner finds, measures, keeps, and what operations make of it."""
 
 import json
+import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +245,25 @@ def test_a_gradient_is_asked_without_its_epilogue_and_rows_are_folded():
     assert selection.key(Matmul((2, 3, 5), (2, 5, 7)), "forward") not in keys
 
 
+@pytest.mark.parametrize("call", [CONV, Matmul((6, 5), (5, 7), dtype="float32")])
+def test_the_results_dtype_is_part_of_a_forward_question_only(call):
+    wide, same = (replace(call, out_dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert selection.key(same, "forward") == selection.key(call, "forward")  # as tables have it
+    assert json.loads(selection.key(wide, "forward")) == {
+        **json.loads(selection.key(call, "forward")), "out_dtype": "bfloat16",
+    }  # fmt: skip
+    for which in call.passes[1:]:
+        assert selection.key(wide, which) == selection.key(call, which)
+    assert wide.work().bytes_moved == call.work().bytes_moved - 2 * math.prod(call.y)
+    y = jax.eval_shape(wide.function(), **wide.operands())
+    assert (y.shape, y.dtype) == (call.y, jnp.bfloat16)
+
+
+def test_a_narrower_result_is_right_to_its_operands_tolerance():
+    call = replace(CONV, out_dtype="bfloat16")
+    timing.Contender(call, "forward", Choice("xla", "im2col"), timing.Bench(call, "forward"))
+
+
 def test_autotune_measures_on_first_use_and_never_again(race, monkeypatch):
     race["im2col"] = 0.1
     x, w = operands(CONV)
@@ -320,6 +341,16 @@ def test_on_a_gpu_one_product_can_be_a_kernel_and_the_others_cublass(tuned):
         assert launches(call, which)[0] == ([BLOCKS] if which == tuned else [])
 
 
+@pytest.mark.parametrize("call", [GPU_CONV, Matmul((512, 256), (256, 512))])
+def test_an_operation_asks_for_the_dtype_that_it_makes(call):
+    wide = replace(call, out_dtype="float32")
+    algorithm = "implicit_gemm" if call.operation == "conv2d" else None
+    remember(call, "forward", Choice("xla", algorithm and "direct"), "NVIDIA H200")
+    remember(wide, "forward", Choice("triton", algorithm, BLOCKS), "NVIDIA H200")
+    assert launches(call, "forward")[0] == []
+    assert launches(wide, "forward")[0] == [BLOCKS]
+
+
 LAST = Conv2d((32, 14, 14, 8), (3, 3, 32, 64), padding=((1, 1), (1, 1)), layout="CHWN")
 POINTWISE = Conv2d((8, 14, 14, 32), (1, 1, 32, 64), padding=((0, 0), (0, 0)))
 
@@ -375,6 +406,34 @@ def test_an_operation_whose_passes_go_together_is_asked_once_and_follows(call):
     (kernel,) = kernels()
     if ways[-1].blocks is not None:
         assert Blocks(**json.loads(kernel.params["metadata"]["blocks"])) == ways[-1].blocks
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "CHWN", "NCHW"])
+@pytest.mark.parametrize("operation", [MaxPool, LocalResponseNorm])
+def test_blocks_of_a_pooling_or_a_response_norm_are_for_its_layout(operation, layout):
+    def blocks(**options):
+        with on_h200():
+            jaxpr = jax.make_jaxpr(call.function(**options))(*call.operands().values())
+        return [Blocks(**json.loads(e.params["metadata"]["blocks"])) for e in _kernels(jaxpr.jaxpr)]
+
+    call = operation((48, 10, 12, 96), layout=layout)
+    ways = candidates(call, "backward", "gpu")
+    assert len(ways) == len(set(ways)) > 5
+    assert [ways[2].blocks] == blocks(backend="triton")  # the default's
+    assert blocks() == ([ways[2].blocks] if ways[0] == Choice("triton") else [])
+    assert ways[0].backend == ("xla" if (operation, layout) == (MaxPool, "NCHW") else "triton")
+    for way in ways[2:]:
+        with selection.trying(call, "backward", way):
+            assert blocks() == [way.blocks]
+    assert candidates(call, "backward", "cpu") == [Choice("xla")]
+
+
+def test_a_pooling_with_named_padding_is_the_one_with_these_pixels():
+    named, padded = (
+        MaxPool((2, 9, 9, 16), padding=padding) for padding in ("SAME", ((1, 1), (1, 1)))
+    )
+    assert selection.key(named, "forward") == selection.key(padded, "backward")
+    assert selection.key(MaxPool(named.x), "backward") != selection.key(named, "backward")
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 8, 4), (2, 8, 8, 4)])
