@@ -10,6 +10,7 @@ Rooms: `convjax.layers` (Linen modules over `pallas_kernels`), `convjax.models` 
 """
 
 from convjax.models import create_model, list_models
+from convjax.weights import load_weights, save_weights
 
-__all__ = ["create_model", "list_models"]
+__all__ = ["create_model", "list_models", "load_weights", "save_weights"]
 __version__ = "0.1.0"

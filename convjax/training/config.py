@@ -157,6 +157,7 @@ class RunConfig:
       epochs: length of the run in passes over the training images; exclusive with `steps`.
       steps: length of the run in updates; exclusive with `epochs`.
       label_smoothing: share of a label's probability that is spread over all classes.
+      auxiliary_weight: of the losses of heads that only training has (GoogLeNet's: 0.3).
       log_every_steps: steps between records in metrics.jsonl.
       eval_every_epochs: passes between measurements on the test images; the end is measured too.
       checkpoint_every_steps: steps between checkpoints; each measurement makes one too.
@@ -171,6 +172,7 @@ class RunConfig:
     epochs: float | None = None
     steps: int | None = None
     label_smoothing: float = 0.0
+    auxiliary_weight: float = 0.3
     log_every_steps: int = 20
     eval_every_epochs: float = 1.0
     checkpoint_every_steps: int = 1000
@@ -189,6 +191,7 @@ class RunConfig:
         _check(self, "epochs", self.epochs is None or self.epochs > 0, "positive")
         _check(self, "steps", self.steps is None or self.steps >= 1, "at least 1")
         _check(self, "label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)")
+        _check(self, "auxiliary_weight", self.auxiliary_weight >= 0, "at least 0")
         _check(self, "log_every_steps", self.log_every_steps >= 1, "at least 1")
         _check(self, "eval_every_epochs", self.eval_every_epochs > 0, "positive")
         _check(self, "checkpoint_every_steps", self.checkpoint_every_steps >= 1, "at least 1")

@@ -59,6 +59,7 @@ class Parts:
             mean=data.mean,
             std=data.std,
             label_smoothing=config.label_smoothing,
+            auxiliary_weight=config.auxiliary_weight,
             backend=config.model.backend,
         )
 

@@ -1,5 +1,6 @@
 """One update and one measurement: pure functions of state and batch, compiled once a run."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypedDict, cast
 
@@ -18,9 +19,9 @@ class StepMetrics(TypedDict):
     """What one update saw, before it.
 
     Attributes:
-      loss: mean over the batch, label smoothing included.
+      loss: mean over the batch, label smoothing included, without that of auxiliary heads.
       accuracy: share of the batch whose largest logit is the label's.
-      gradient_norm: Euclidean, over all parameters, before clipping.
+      gradient_norm: Euclidean, over all parameters, before clipping, of all that is minimised.
     """
 
     loss: Float32[Array, ""]
@@ -56,6 +57,7 @@ def make_train_step(
     mean: Sequence[float],
     std: Sequence[float],
     label_smoothing: float = 0.0,
+    auxiliary_weight: float = 0.3,
     backend: Backend = "auto",
 ) -> jax.stages.Wrapped:
     """Return the jitted `TrainStep`; it consumes the state that it is given.
@@ -67,8 +69,11 @@ def make_train_step(
       mean: as `convjax.data.normalise` takes it.
       std: as `convjax.data.normalise` takes it.
       label_smoothing: share of a label's probability that is spread over all classes.
+      auxiliary_weight: of the losses of auxiliary heads, whose logits the model sows into the
+        collection "auxiliary_logits", as GoogLeNet does.
       backend: what computes the cross-entropy.
     """
+    smoothed = functools.partial(cross_entropy, label_smoothing=label_smoothing, backend=backend)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         pixels, labels, mask = _traced(batch)
@@ -80,14 +85,17 @@ def make_train_step(
                 {"params": params, "batch_stats": state.batch_stats},
                 images,
                 train=True,
-                mutable=["batch_stats"],
+                mutable=["batch_stats", "auxiliary_logits"],
                 rngs={"dropout": dropout_key},
             )
-            losses = cross_entropy(logits, labels, label_smoothing=label_smoothing, backend=backend)
-            return _masked_mean(losses, mask), (logits, updates.get("batch_stats", {}))
+            loss = _masked_mean(smoothed(logits, labels), mask)
+            total = loss
+            for head in jax.tree.leaves(updates.get("auxiliary_logits", {})):
+                total += auxiliary_weight * _masked_mean(smoothed(head, labels), mask)
+            return total, (loss, logits, updates.get("batch_stats", {}))
 
         gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (logits, batch_stats)), gradients = gradient_fn(state.params)
+        (_, (loss, logits, batch_stats)), gradients = gradient_fn(state.params)
         updates, opt_state = optimiser.update(gradients, state.opt_state, state.params)
         new_state = TrainState(
             step=state.step + 1,

@@ -1,0 +1,29 @@
+"""DOC"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Return the values that differ from `convjax.training.config`'s defaults."""
+    config = ConfigDict()
+    config.model = {
+        "name": "googlenet_bn",
+        "fields": {"width": 0.25, "stem_strides": 1, "auxiliary_pool": "adaptive"},
+    }
+    config.data = {
+        "name": "fashion_mnist_small",
+        "batch_size": 64,
+        "mean": (0.2867,),
+        "std": (0.3540,),
+        "augmentation": {"flip": True},
+    }
+    config.optimiser = {
+        "name": "sgd",
+        "learning_rate": 0.05,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+    }
+    config.schedule = {"name": "cosine", "warmup": 0.1}
+    config.epochs = 5
+    config.eval_every_epochs = 2.5
+    return config

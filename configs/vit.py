@@ -1,0 +1,36 @@
+"""DOC"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Return the values that differ from `convjax.training.config`'s defaults."""
+    config = ConfigDict()
+    config.model = {
+        "name": "vit_ti16",
+        "fields": {
+            "patch_size": 7,
+            "width": 96,
+            "depth": 4,
+            "heads": 4,
+            "pool": "average",
+            "positions": "sincos",
+        },
+    }
+    config.data = {
+        "name": "fashion_mnist_small",
+        "batch_size": 64,
+        "mean": (0.2867,),
+        "std": (0.3540,),
+        "augmentation": {"flip": True},
+    }
+    config.optimiser = {
+        "name": "adamw",
+        "learning_rate": 2e-3,
+        "weight_decay": 0.05,
+        "gradient_clip_norm": 1.0,
+    }
+    config.schedule = {"name": "cosine", "warmup": 0.1}
+    config.epochs = 10
+    config.eval_every_epochs = 5.0
+    return config
