@@ -1,4 +1,4 @@
-"""DOC"""
+"""A network of the lineage learns 10,000 images of clothes on two CPU cores."""
 
 from ml_collections import ConfigDict
 

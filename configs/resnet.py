@@ -1,4 +1,4 @@
-"""DOC"""
+"""A network of the lineage learns 10,000 images of clothes on two CPU cores."""
 
 from ml_collections import ConfigDict
 
@@ -6,7 +6,15 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     """Return the values that differ from `convjax.training.config`'s defaults."""
     config = ConfigDict()
-    config.model = {"name": "resnet20_cifar", "fields": {"stem_strides": 2}}
+    config.model = {
+        "name": "resnet50",
+        "fields": {
+            "stage_sizes": (1, 1, 1),
+            "widths": (16, 32, 64),
+            "stem": "cifar",
+            "stem_strides": 2,
+        },
+    }
     config.data = {
         "name": "fashion_mnist_small",
         "batch_size": 64,

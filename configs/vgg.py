@@ -1,4 +1,4 @@
-"""DOC"""
+"""A network of the lineage learns 10,000 images of clothes on two CPU cores."""
 
 from ml_collections import ConfigDict
 
@@ -7,10 +7,10 @@ def get_config() -> ConfigDict:
     """Return the values that differ from `convjax.training.config`'s defaults."""
     config = ConfigDict()
     config.model = {
-        "name": "vgg11",
+        "name": "vgg11_bn",
         "fields": {
             "stage_sizes": (1, 1, 2),
-            "widths": (32, 64, 128),
+            "widths": (24, 48, 96),
             "dense_width": 256,
             "pooled": (3, 3),
         },
@@ -24,11 +24,11 @@ def get_config() -> ConfigDict:
     }
     config.optimiser = {
         "name": "sgd",
-        "learning_rate": 0.02,
+        "learning_rate": 0.05,
         "momentum": 0.9,
         "weight_decay": 5e-4,
     }
     config.schedule = {"name": "cosine", "warmup": 0.1}
-    config.epochs = 6
-    config.eval_every_epochs = 3.0
+    config.epochs = 5
+    config.eval_every_epochs = 2.5
     return config

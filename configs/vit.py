@@ -1,4 +1,4 @@
-"""DOC"""
+"""A network of the lineage learns 10,000 images of clothes on two CPU cores."""
 
 from ml_collections import ConfigDict
 
@@ -31,6 +31,6 @@ def get_config() -> ConfigDict:
         "gradient_clip_norm": 1.0,
     }
     config.schedule = {"name": "cosine", "warmup": 0.1}
-    config.epochs = 10
-    config.eval_every_epochs = 5.0
+    config.epochs = 7
+    config.eval_every_epochs = 3.5
     return config

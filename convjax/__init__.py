@@ -9,8 +9,8 @@ Rooms: `convjax.layers` (Linen modules over `pallas_kernels`), `convjax.models` 
 `convjax.data`, `convjax.training`. Importing this package touches no device, file or network.
 """
 
-from convjax.models import create_model, list_models
+from convjax.models import create_model, list_models, replace_head
 from convjax.weights import load_weights, save_weights
 
-__all__ = ["create_model", "list_models", "load_weights", "save_weights"]
+__all__ = ["create_model", "list_models", "load_weights", "replace_head", "save_weights"]
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@
 statistics; pooling has no parameters, so it is plain functions.
 """
 
+from convjax.layers.attention import CrossAttention, SelfAttention
 from convjax.layers.conv import Conv
 from convjax.layers.dense import Dense
 from convjax.layers.dropout import Dropout, drop_branch, noise_key
@@ -21,6 +22,7 @@ from convjax.layers.layer_norm import LayerNorm
 from convjax.layers.norm import BatchNorm, BatchNormConvention
 from convjax.layers.padding import Padding
 from convjax.layers.pool import adaptive_avg_pool, avg_pool, global_avg_pool, max_pool
+from convjax.layers.positions import resize_positions, sincos_positions
 from convjax.layers.response_norm import pixel_response_norm
 from convjax.layers.stack import Remat, stack
 
@@ -28,12 +30,14 @@ __all__ = [
     "BatchNorm",
     "BatchNormConvention",
     "Conv",
+    "CrossAttention",
     "Dense",
     "Dropout",
     "Initialiser",
     "LayerNorm",
     "Padding",
     "Remat",
+    "SelfAttention",
     "adaptive_avg_pool",
     "avg_pool",
     "constant",
@@ -44,6 +48,8 @@ __all__ = [
     "normal",
     "ones",
     "pixel_response_norm",
+    "resize_positions",
+    "sincos_positions",
     "stack",
     "truncated_normal",
     "uniform",

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from convjax.layers.initialisers import Initialiser, variance_scaling, zeros
 from convjax.layers.padding import Padding, explicit
 from convjax.layers.placeholder import placeholder
+from convjax.layers.product import product
 from pallas_kernels import Activation, Algorithm, Backend, conv2d, windows
 
 HE_NORMAL = variance_scaling(2.0, "fan_in", "truncated_normal")
@@ -67,7 +68,7 @@ class Conv(nn.Module):
             )
             shape = (x.shape[0], rows.count, columns.count, self.features)
             return placeholder(x, shape, self.dtype)
-        return conv2d(
+        y = conv2d(
             x.astype(self.dtype),
             kernel.astype(self.dtype),
             strides=self.strides,
@@ -82,3 +83,4 @@ class Conv(nn.Module):
             backend=self.backend,
             algorithm=self.algorithm,
         )
+        return product(y)

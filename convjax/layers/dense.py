@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from convjax.layers.initialisers import Initialiser, variance_scaling, zeros
 from convjax.layers.placeholder import placeholder
+from convjax.layers.product import product
 from pallas_kernels import Activation, Backend, matmul
 
 CLASSIFIER = variance_scaling(1 / 3, "fan_in", "uniform")
@@ -37,7 +38,7 @@ class Dense(nn.Module):
             bias = self.param("bias", self.bias_init, (self.features,), jnp.float32)
         if self.is_initializing():
             return placeholder(x, (*x.shape[:-1], self.features), self.dtype)
-        return matmul(
+        y = matmul(
             x.astype(self.dtype),
             kernel.astype(self.dtype),
             bias=bias,
@@ -46,3 +47,4 @@ class Dense(nn.Module):
             precision=self.precision,
             backend=self.backend,
         )
+        return product(y)

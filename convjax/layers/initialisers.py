@@ -3,15 +3,16 @@
     Conv(64, (3, 3), kernel_init=variance_scaling(2.0, "fan_out", "normal"))
 
 An initialiser is called as flax's are, with a key, a shape and a dtype, and gives the numbers that
-`jax.random` gives for that key, to the bit (Threefry-2x32: Salmon et al., Parallel Random Numbers:
-As Easy as 1, 2, 3, 2011), drawn in another way. On a CPU jax keeps the cipher's twenty rounds in a
-loop over whole arrays, which goes through memory some forty times and is compiled for each shape.
-Here the rounds are written out, so that a number stays in its register until it is done; and
-outside of jit arrays are filled piece by piece, by one program for all shapes.
+`jax.random` gives for that key in float32, to the bit (Threefry-2x32: Salmon et al., Parallel
+Random Numbers: As Easy as 1, 2, 3, 2011), drawn in another way. On a CPU jax keeps the cipher's
+twenty rounds in a loop over whole arrays, which goes through memory some forty times and is
+compiled for each shape. Here the rounds are written out, so that a number stays in its register
+until it is done; and outside of jit arrays are filled piece by piece, by one program for all
+shapes.
 
 While a network declares its parameters (`declaring`), an initialiser gives what is to be drawn
 instead, a `Draw`: see `convjax.models.network`. Keys that are not Threefry's are left to
-`jax.random`.
+`jax.random`; raw ones of two words count as Threefry's.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float
 
 Distribution = Literal["normal", "truncated_normal", "uniform", "constant"]
@@ -40,9 +42,17 @@ _PIECE = 2**17
 _TRUNCATED_STDDEV = 0.87962566103423978
 """Of the standard normal distribution between -2 and 2."""
 
-_declaring: contextvars.ContextVar[tuple[int, ...] | None]
+
+@dataclass(frozen=True)
+class _Declaring:
+    """How many copies of each parameter are declared, outermost first, and in which trace."""
+
+    copies: tuple[int, ...]
+    trace: Any
+
+
+_declaring: contextvars.ContextVar[_Declaring | None]
 _declaring = contextvars.ContextVar("declaring", default=None)
-"""How many copies of each parameter are declared, outermost first; None while nothing is."""
 
 
 @jax.tree_util.register_static
@@ -89,37 +99,56 @@ Initialiser = Callable[..., Any]
 """From (key, shape, dtype) to an array, or to a `Draw` while a network declares its parameters."""
 
 
+@dataclass(frozen=True)
+class _Scaling:
+    """The width of a distribution by the shape of a kernel."""
+
+    scale: float
+    fan: Fan
+    distribution: Distribution
+
+    def width(self, shape: tuple[int, ...]) -> float:
+        taps = math.prod(shape[:-2])
+        fans = {"fan_in": taps * shape[-2], "fan_out": taps * shape[-1]}
+        stddev = math.sqrt(self.scale / fans.get(self.fan, sum(fans.values()) / 2))
+        widths = {"uniform": math.sqrt(3), "truncated_normal": 1 / _TRUNCATED_STDDEV}
+        return stddev * widths.get(self.distribution, 1.0)
+
+
 def _draw(
     distribution: Distribution,
-    width: Callable[[tuple[int, ...]], float],
+    width: float | _Scaling,
     key: Any,
     shape: Sequence[int],
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Array | Draw:
-    copies = _declaring.get()
-    shape = tuple(shape)
-    draw = Draw(distribution, width(shape), (*(copies or ()), *shape), jnp.dtype(dtype).name)
-    return draw if copies is not None else draw(key)
+    shape, dtype, now = tuple(shape), jnp.dtype(dtype).name, _declaring.get()
+    width = width.width(shape) if isinstance(width, _Scaling) else width
+    if now is None:
+        return Draw(distribution, width, shape, dtype)(key)
+    if now.trace != _trace():
+        raise TypeError("a transformed layer draws its parameters on its own")
+    return Draw(distribution, width, (*now.copies, *shape), dtype)
 
 
 def normal(stddev: float) -> Initialiser:
     """N(0, stddev²)."""
-    return partial(_draw, "normal", lambda _: stddev)
+    return partial(_draw, "normal", stddev)
 
 
 def truncated_normal(stddev: float) -> Initialiser:
     """N(0, stddev²) cut off at two standard deviations; what is left has 0.88 of stddev."""
-    return partial(_draw, "truncated_normal", lambda _: stddev)
+    return partial(_draw, "truncated_normal", stddev)
 
 
 def uniform(bound: float) -> Initialiser:
     """U(-bound, bound)."""
-    return partial(_draw, "uniform", lambda _: bound)
+    return partial(_draw, "uniform", bound)
 
 
 def constant(value: float) -> Initialiser:
     """The same number everywhere."""
-    return partial(_draw, "constant", lambda _: value)
+    return partial(_draw, "constant", value)
 
 
 zeros, ones = constant(0.0), constant(1.0)
@@ -130,22 +159,19 @@ def variance_scaling(scale: float, fan: Fan, distribution: Distribution) -> Init
 
     Glorot and Bengio, 2010: 1, "fan_avg". He et al., 2015, arXiv:1502.01852: 2, "fan_in".
     """
-
-    def width(shape: tuple[int, ...]) -> float:
-        taps = math.prod(shape[:-2])
-        fans = {"fan_in": taps * shape[-2], "fan_out": taps * shape[-1]}
-        stddev = math.sqrt(scale / fans.get(fan, sum(fans.values()) / 2))
-        widths = {"uniform": math.sqrt(3), "truncated_normal": 1 / _TRUNCATED_STDDEV}
-        return stddev * widths.get(distribution, 1.0)
-
-    return partial(_draw, distribution, width)
+    return partial(_draw, distribution, _Scaling(scale, fan, distribution))
 
 
 @contextlib.contextmanager
 def declaring(copies: int | None = None) -> Iterator[None]:
-    """Initialisers give a `Draw` in here; with `copies`, of as many arrays on a new first axis."""
-    already = _declaring.get() or ()
-    token = _declaring.set(already if copies is None else (*already, copies))
+    """Initialisers give a `Draw` in here; with `copies`, of as many arrays on a new first axis.
+
+    Not under another transformation within it, such as `nn.vmap` or `nn.scan`, which would stack
+    what is drawn: there they raise a TypeError.
+    """
+    already = _declaring.get() or _Declaring((), _trace())
+    added = () if copies is None else (copies,)
+    token = _declaring.set(replace(already, copies=(*already.copies, *added)))
     try:
         yield
     finally:
@@ -166,10 +192,15 @@ def fold_in(key: Array, number: int) -> Array:
     return jnp.asarray(np.concatenate(_threefry(words, np.uint32(0), np.uint32(number))))
 
 
-def _threefry_words(key: Array) -> Array | None:
+def _trace() -> Any:
+    """Which transformation is under way, as flax tells them apart."""
+    return get_opaque_trace_state(convention="flax")
+
+
+def _threefry_words(key: Array) -> Any:
     """The key's two words, or None if it is another generator's."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
+        return key if key.shape[-1] == 2 else None
     return jax.random.key_data(key) if jax.random.key_impl(key) == "threefry2x32" else None
 
 
@@ -178,10 +209,10 @@ def _filled(distribution: Distribution, size: int, data: Array, width: float) ->
     # jax takes over memory that begins on a cache line, and copies what does not.
     memory = np.empty(size + 16, np.float32)
     flat = memory[-memory.ctypes.data // 4 % 16 :][:size]
-    data = jax.device_put(data, jax.local_devices(backend="cpu")[0])
+    words = np.asarray(data)  # of no device, so that they may meet any mesh
 
     def fill(start: int) -> None:
-        piece = _numbers(distribution, _PIECE, data, start, width)
+        piece = _numbers(distribution, _PIECE, words, start, width)
         flat[start : start + _PIECE] = np.asarray(piece)[: size - start]
 
     starts = range(0, size, _PIECE)
@@ -196,7 +227,7 @@ def _filled(distribution: Distribution, size: int, data: Array, width: float) ->
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _numbers(
-    distribution: Distribution, size: int, data: Array, start: int | Array, width: float | Array
+    distribution: Distribution, size: int, data: Any, start: int | Array, width: float | Array
 ) -> Float[Array, " size"]:
     """`width` times the standard distribution's numbers from the `start`-th one on."""
     low, high = np.float32(-1.0), np.float32(1.0)

@@ -3,7 +3,8 @@
     x = stack(Block(features=64, name="conv2_x"), depth, x, train)
 
 The parameters of all lie under the one layer's name, stacked along a new first axis, and the
-program holds the layer once: a thousand layers compile about as fast as ten.
+program holds the layer once: a thousand layers compile about as fast as ten. Parameters, batch
+statistics and intermediates are stacked; what a layer sows into other collections is lost.
 """
 
 from typing import Any, Literal
@@ -13,10 +14,11 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from convjax.layers.initialisers import declaring, is_declaring
+from convjax.layers.product import PRODUCT
 
-Remat = Literal["none", "dots", "all"]
-"""What the backward pass of a stack computes again instead of remembering it: nothing, all but the
-matrix products, or all but each layer's input."""
+Remat = Literal["none", "products", "all"]
+"""What the backward pass of a stack computes again instead of remembering it: nothing, all but what
+convolutions, dense layers and attention put out, or all but each layer's input."""
 
 
 def stack(
@@ -48,8 +50,9 @@ def stack(
             call(layer, x, None if per_layer is None else per_layer[0])
         return x
     if remat != "none":
-        keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-        call = nn.remat(call, policy=keep, prevent_cse=False)
+        products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        policy = products if remat == "products" else None
+        call = nn.remat(call, policy=policy, prevent_cse=False)
     scan = nn.scan(
         call,
         variable_axes=axes,

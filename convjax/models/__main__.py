@@ -12,6 +12,7 @@ windows do not overlap (1×1, or patches).
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _print(options.pattern, options.size, as_json=options.json)
+        sys.stdout.flush()
     except ValueError as error:
         _end(str(error))
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -98,7 +102,7 @@ def _summary(name: str, size: int | None) -> dict[str, Any]:
 def _print_models(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, header_style="bold")
     table.add_column("model", no_wrap=True)
-    for heading in ("parameters", "GMACs", "activations", "products", "year"):
+    for heading in ("parameters", "GMACs", "activations", "products"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("paper", no_wrap=True)
     for row in rows:
@@ -108,8 +112,7 @@ def _print_models(rows: list[dict[str, Any]]) -> None:
             f"{row['gmacs']:.3f}",
             f"{row['activations']:,}",
             f"{row['matrix_product_share']:.1%}",
-            str(row["year"]),
-            row["paper"],
+            f"{row['paper'].partition(',')[0].partition(':')[0]} {row['year']}",
         )
     _console().print(table)
 
@@ -142,7 +145,7 @@ def _print_layers(name: str, size: int | None) -> None:
 def _console() -> Console:
     """As wide as the terminal; a file or a pipe is as wide as it takes."""
     console = Console()
-    return console if console.is_terminal else Console(width=240)
+    return console if console.is_terminal else Console(width=160)
 
 
 def _cells(layer: LayerCost, macs: int) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from convjax.layers import Conv, Dense, Dropout, constant, max_pool, normal, pixel_response_norm
-from convjax.models.network import Network, Paper, Window, check_names, check_size
+from convjax.models.image_size import Window, check_size
+from convjax.models.network import Network, Paper, check_names
 from pallas_kernels import Backend, ResponseNormConvention, local_response_norm
 
 Source = Literal["paper", "archive"]

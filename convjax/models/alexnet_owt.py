@@ -17,7 +17,8 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from convjax.layers import Conv, Dense, Dropout, adaptive_avg_pool, max_pool, variance_scaling
-from convjax.models.network import Network, Paper, Window, check_size
+from convjax.models.image_size import Window, check_size
+from convjax.models.network import Network, Paper
 from pallas_kernels import Backend
 
 TORCH = variance_scaling(1 / 3, "fan_in", "uniform")

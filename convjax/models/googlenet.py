@@ -39,7 +39,8 @@ from convjax.layers import (
     global_avg_pool,
     max_pool,
 )
-from convjax.models.network import Network, Paper, Window, check_names, check_size
+from convjax.models.image_size import Window, check_size
+from convjax.models.network import Network, Paper, check_names
 from pallas_kernels import Backend, ResponseNormConvention, local_response_norm
 
 NormKind = Literal["response", "batch", "none"]

@@ -6,8 +6,8 @@ and then each array is drawn on its own, from the key folded with a hash of its 
 network is compiled or computed; the numbers are the same inside and outside of jit, and an array's
 do not depend on which others there are.
 
-A network in which somebody else's layers were put (`conv=partial(nn.Conv, ...)`) is initialised by
-flax, as any module is.
+A network in which somebody else's layers were put (`conv=partial(nn.Conv, ...)`), or that was
+transformed (`nn.vmap(ResNet, ...)`), is initialised by flax, as any module is.
 """
 
 import zlib
@@ -46,22 +46,30 @@ class Network(nn.Module):
     head: ClassVar[str]
     training_only: ClassVar[tuple[str, ...]] = ()
 
+    @nn.nowrap
     def init(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, rngs: Any, images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct, **options: Any
+        self,
+        rngs: Any,
+        images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct,
+        train: bool = False,
+        **options: Any,
     ) -> PyTree:
         """The variables for images of that shape.
 
         Args:
           rngs: a key, or {"params": key}.
           images: [b, h, w, c], or their shape.
+          train: changes nothing.
           **options: as `flax.linen.Module.init` takes them.
         """
+        options |= {"train": True} if train else {}
         declared = self._declared(rngs, images, options)
         if declared is None:
             images = jnp.zeros(images.shape, images.dtype) if _is_shape(images) else images
             return nn.Module.init_with_output(self, rngs, images, **options)[1]
         return _drawn(declared, rngs)
 
+    @nn.nowrap
     def shapes(self, images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct) -> PyTree:
         """What `init` would give, as shapes and dtypes: nothing is drawn."""
         key = jax.random.key(0)
@@ -72,56 +80,36 @@ class Network(nn.Module):
             lambda draw: jax.ShapeDtypeStruct(draw.shape, draw.dtype), declared, is_leaf=_is_draw
         )
 
+    @nn.nowrap
     def init_with_output(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, rngs: Any, images: Float[Array, "b h w c"], **options: Any
+        self, rngs: Any, images: Float[Array, "b h w c"], train: bool = False, **options: Any
     ) -> tuple[Array, PyTree]:
         """(logits, variables): `init`, and what the network then makes of the images."""
-        variables = self.init(rngs, images, **options)
-        options.pop("mutable", None)
-        keys = dict(rngs) if isinstance(rngs, Mapping) else None
-        return cast(Array, self.apply(variables, images, rngs=keys, **options)), variables
+        variables = self.init(rngs, images, train, **options)
+        options = {"mutable": nn.DenyList("intermediates"), **options}
+        keys = dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs, "dropout": rngs}
+        logits, _ = self.apply(variables, images, train, rngs=keys, **options)
+        return cast(Array, logits), variables
 
+    @nn.nowrap
     def _declared(self, rngs: Any, images: Any, options: dict[str, Any]) -> PyTree[Draw] | None:
         """What is to be drawn, or None where a layer draws on its own."""
         declared: PyTree[Draw] = {}
 
         def declare(images: Array) -> None:
             nonlocal declared
-            _, declared = nn.Module.init_with_output(self, rngs, images, **options)
+            with declaring():
+                _, declared = nn.Module.init_with_output(self, rngs, images, **options)
 
         try:
-            with declaring():
-                jax.eval_shape(declare, jax.ShapeDtypeStruct(images.shape, images.dtype))
-        except Exception:  # by a layer that computes with what it drew, or an error to be met again
+            jax.eval_shape(declare, jax.ShapeDtypeStruct(images.shape, images.dtype))
+        except (
+            TypeError,
+            AttributeError,
+            ValueError,
+        ):  # of a layer that computes with what it draws
             return None
         return declared if all(map(_is_draw, jax.tree.leaves(declared, is_leaf=_is_draw))) else None
-
-
-def replace_head(
-    model: Network,
-    variables: PyTree,
-    key: Array,
-    images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct,
-) -> PyTree:
-    """The variables for `model`, with a new last layer and all else as it is in `variables`.
-
-    Auxiliary heads, which only training calls, are new too.
-
-        features = create_model("resnet50", num_classes=1000)     # was trained
-        model = create_model("resnet50", num_classes=10)
-        variables = replace_head(model, variables, key, images)
-
-    Args:
-      model: with the number of classes that is wanted; 0 leaves the layer out.
-      variables: of the same network with any number of classes.
-      key: of the new layer's parameters.
-      images: [b, h, w, c], or their shape.
-    """
-    new = model.init(key, images)
-    for collection, parts in new.items():
-        kept = {name for name in parts if name not in (model.head, *model.training_only)}
-        parts.update({name: variables[collection][name] for name in kept})
-    return new
 
 
 def check_names(**fields: tuple[str, Any]) -> None:
@@ -130,33 +118,6 @@ def check_names(**fields: tuple[str, Any]) -> None:
         if value not in get_args(names):
             known = ", ".join(map(repr, get_args(names)))
             raise ValueError(f"{field}={value!r} must be one of {known}")
-
-
-@dataclass(frozen=True)
-class Window:
-    """A convolution or pooling along one axis; `padding` is that of both sides together."""
-
-    taps: int
-    stride: int = 1
-    padding: int = 0
-    ceil_mode: bool = False
-
-
-def check_size(images: Float[Array, "b h w c"], *layers: Window) -> None:
-    """Raise a ValueError unless something is left of the images after all of the layers."""
-    smallest = 1
-    for layer in reversed(layers):
-        windows = smallest - 1
-        if layer.ceil_mode and windows:  # the last one may hang over all but its first pixel
-            smallest = (windows - 1) * layer.stride + layer.taps + 1 - layer.padding
-        else:
-            smallest = windows * layer.stride + layer.taps - layer.padding
-        smallest = max(smallest, 1)
-    height, width = images.shape[1:3]
-    if min(height, width) < smallest:
-        raise ValueError(
-            f"images of {height}×{width} pixels are too small: at least {smallest}×{smallest}"
-        )
 
 
 def _drawn(declared: PyTree[Draw], rngs: Any) -> PyTree[Array]:
@@ -168,7 +129,7 @@ def _drawn(declared: PyTree[Draw], rngs: Any) -> PyTree[Array]:
 
 def _hash(path: tuple[Any, ...]) -> int:
     """Of an array's path, 32 bits: the same on every machine."""
-    return zlib.crc32("/".join(key.key for key in path).encode())
+    return zlib.crc32(jax.tree_util.keystr(path, simple=True, separator="/").encode())
 
 
 def _is_draw(node: Any) -> bool:

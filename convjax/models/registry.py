@@ -45,8 +45,7 @@ def create_model(
       num_classes: width of the last layer; None is the paper's (1000; 10 for CIFAR's networks),
         0 leaves the layer out and gives the features before it.
       dtype: compute type; parameters and statistics stay float32.
-      backend: of convolutions, dense layers and max pooling, see `pallas_kernels`; batch norm is
-        XLA's.
+      backend: of what `pallas_kernels` does; batch norm and average pooling are XLA's.
       **fields: further fields of the model's class, over those of the variant.
 
     Raises:

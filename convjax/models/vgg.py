@@ -33,7 +33,8 @@ from convjax.layers import (
     normal,
     variance_scaling,
 )
-from convjax.models.network import Network, Paper, Window, check_size
+from convjax.models.image_size import Window, check_size
+from convjax.models.network import Network, Paper
 from pallas_kernels import Backend
 
 HE_NORMAL = variance_scaling(2.0, "fan_out", "normal")

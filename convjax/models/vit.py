@@ -14,70 +14,43 @@ al., 2021, arXiv:2106.04560). Positions are learned, or fixed sines and cosines 
 `activation` is the exact GELU (torch, timm), or "gelu_tanh" (big_vision and the paper's JAX code).
 With `norm_pooled` the last norm follows the pooling instead of preceding it (timm's networks that
 average). Parameters start as in big_vision: Glorot's uniform, biases of the MLP N(0, 1e-6²), the
-head at 0.
+head at 0; positions from N(0, 0.02²), as in the paper's code.
 """
 
-import math
 from functools import partial
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from convjax.layers import (
     Conv,
+    CrossAttention,
     Dense,
     Dropout,
     LayerNorm,
     Remat,
+    SelfAttention,
     constant,
     drop_branch,
     noise_key,
     normal,
+    sincos_positions,
     stack,
     truncated_normal,
     variance_scaling,
     zeros,
 )
 from convjax.models.network import Network, Paper, check_names
-from pallas_kernels import Activation, Backend, attention
+from pallas_kernels import Activation, Backend
 
 Pool = Literal["token", "average", "map"]
 Positions = Literal["learned", "sincos"]
 
-# Glorot's uniform of a square matrix: also for the three matrices that `qkv` holds side by side.
-SQUARE = variance_scaling(1.0, "fan_in", "uniform")
 GLOROT = variance_scaling(1.0, "fan_avg", "uniform")
 LECUN = variance_scaling(1.0, "fan_in", "truncated_normal")
-
-
-class Attention(nn.Module):
-    """Multi-head attention of tokens to each other.
-
-    The columns of `qkv` are ordered by head, then query, key and value: a head's columns lie
-    together, so that heads can be spread over devices.
-    """
-
-    heads: int
-    qk_norm: bool
-    dtype: Dtype
-    backend: Backend
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t c"]:
-        b, t, c = x.shape
-        dense = partial(Dense, kernel_init=SQUARE, dtype=self.dtype, backend=self.backend)
-        qkv = dense(3 * c, name="qkv")(x).reshape(b, t, self.heads, 3, c // self.heads)
-        q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]
-        if self.qk_norm:
-            norm = partial(LayerNorm, dtype=self.dtype, backend=self.backend)
-            q, k = norm(name="query_norm")(q), norm(name="key_norm")(k)
-        y = v if self.is_initializing() else attention(q, k, v, backend=self.backend)
-        return dense(c, name="projection")(y.reshape(b, t, c))
 
 
 class MLP(nn.Module):
@@ -122,7 +95,7 @@ class Block(nn.Module):
     ) -> Float[Array, "b t c"]:
         fields = {"dtype": self.dtype, "backend": self.backend}
         y = LayerNorm(name="norm1", **fields)(x)
-        y = Attention(self.heads, self.qk_norm, name="attention", **fields)(y)
+        y = SelfAttention(self.heads, self.qk_norm, name="attention", **fields)(y)
         x = x + self._branch(y, "1", train, drop_rate)
         y = LayerNorm(name="norm2", **fields)(x)
         y = MLP(self.mlp_width, self.activation, self.dropout, name="mlp", **fields)(y, train)
@@ -159,32 +132,10 @@ class MapHead(nn.Module):
             query = x[:, :1]
         else:
             query = jnp.broadcast_to(probe.astype(self.dtype), (b, 1, c))
-        y = PoolAttention(self.heads, name="attention", **fields)(query, x)
+        y = CrossAttention(self.heads, name="attention", **fields)(query, x)
         z = LayerNorm(name="norm", **fields)(y)
         y = y + MLP(self.mlp_width, self.activation, 0.0, name="mlp", **fields)(z, train)
         return y[:, 0]
-
-
-class PoolAttention(nn.Module):
-    """Multi-head attention of a few queries to all tokens."""
-
-    heads: int
-    dtype: Dtype
-    backend: Backend
-
-    @nn.compact
-    def __call__(
-        self, query: Float[Array, "b q c"], x: Float[Array, "b t c"]
-    ) -> Float[Array, "b q c"]:
-        c = x.shape[-1]
-        dense = partial(Dense, c, kernel_init=SQUARE, dtype=self.dtype, backend=self.backend)
-
-        def heads(name: str, tokens: Array) -> Array:
-            return dense(name=name)(tokens).reshape(*tokens.shape[:2], self.heads, c // self.heads)
-
-        q, k, v = heads("query", query), heads("key", x), heads("value", x)
-        y = q if self.is_initializing() else attention(q, k, v, backend=self.backend)
-        return dense(name="projection")(y.reshape(query.shape))
 
 
 class ViT(Network):
@@ -204,7 +155,8 @@ class ViT(Network):
       layer_scale: where the learned scales of branches start (Touvron et al., 2021,
         arXiv:2103.17239); None leaves them out.
       dropout: of embeddings, branches and the MLPs' hidden layers.
-      stochastic_depth: the last block's share of dropped branches; it grows linearly from 0.
+      stochastic_depth: the last block's share of dropped branches; it grows linearly from 0 in the
+        first.
       remat: what the backward pass computes again; see `convjax.layers.stack`.
       num_classes: 0 gives the pooled features.
     """
@@ -273,22 +225,24 @@ class ViT(Network):
             token = self.param("class_token", zeros, (1, 1, c))
             token = x[:, :1] if self.is_initializing() else jnp.tile(token, (b, 1, 1))
             x = jnp.concatenate([token.astype(self.dtype), x], axis=1)
-        if self.positions == "sincos":
-            table = jnp.asarray(sincos_positions((rows, columns), c, class_token=with_token))
-        else:
-            table = self._learned_positions(x)
-        return x if self.is_initializing() else x + table.astype(self.dtype)
+        return self._placed(x, (rows, columns))
 
-    def _learned_positions(self, x: Float[Array, "b t c"]) -> Array:
-        name = "position_embedding"
-        if self.has_variable("params", name):
-            held = self.get_variable("params", name).shape[1]
-            if held != x.shape[1]:
+    def _placed(self, x: Float[Array, "b t c"], grid: tuple[int, int]) -> Float[Array, "b t c"]:
+        """The tokens with their positions."""
+        name, tokens = "position_embedding", x.shape[1:]
+        if self.positions == "sincos":
+            table = jnp.asarray(
+                sincos_positions(grid, self.width, class_token=self.pool == "token")
+            )
+        else:
+            held = self.get_variable("params", name)
+            if held is not None and held.shape[1] != tokens[0]:
                 raise ValueError(
-                    f"{name} holds {held} positions and the images give {x.shape[1]} tokens: "
-                    "see convjax.models.vit.resize_positions"
+                    f"{name} holds {held.shape[1]} positions and the images give {tokens[0]} "
+                    "tokens: see convjax.layers.resize_positions"
                 )
-        return self.param(name, truncated_normal(0.02), (1, *x.shape[1:]))
+            table = self.param(name, truncated_normal(0.02), (1, *tokens))
+        return x if self.is_initializing() else x + table.astype(self.dtype)
 
     def _blocks(self, x: Float[Array, "b t c"], train: bool) -> Float[Array, "b t c"]:
         x = Dropout(self.dropout, name="dropout")(x, train)
@@ -333,64 +287,8 @@ class ViT(Network):
                 f"images of {height}×{width} pixels: patch_size={self.patch_size} must divide both "
                 f"sides, which are at least {self.patch_size}"
             )
-        if self.width % self.heads:
-            raise ValueError(f"heads={self.heads} must divide width={self.width}")
         if not 0 <= self.stochastic_depth < 1:
             raise ValueError(f"stochastic_depth={self.stochastic_depth} must lie in [0, 1)")
-
-
-def sincos_positions(
-    grid: tuple[int, int], width: int, *, class_token: bool = False, temperature: float = 10_000.0
-) -> Float[np.ndarray, "1 t width"]:
-    """Sines and cosines of the column, then of the row, at width / 4 wavelengths each.
-
-    As in big_vision and MoCo v3 (Chen et al., 2021, arXiv:2104.02057). A class token gets zeros.
-
-    Raises:
-      ValueError: 4 does not divide the width, or it is less than 8.
-    """
-    if width % 4 or width < 8:
-        raise ValueError(f"width={width} must be a multiple of 4, and at least 8, for sincos")
-    rows, columns = np.mgrid[: grid[0], : grid[1]]
-    frequencies = temperature ** -(np.arange(width // 4) / (width // 4 - 1))
-    x, y = (place.reshape(-1, 1) * frequencies for place in (columns, rows))
-    table = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
-    table = np.concatenate([np.zeros((int(class_token), width)), table])
-    return table[None].astype(np.float32)
-
-
-def resize_positions(
-    table: Float[Array, "1 t width"],
-    grid: tuple[int, int],
-    *,
-    old_grid: tuple[int, int] | None = None,
-    class_token: bool = True,
-) -> Float[Array, "1 t_new width"]:
-    """Learned positions for another grid of patches, (rows, columns), by bicubic interpolation.
-
-    The paper's way to train on and evaluate larger images, section 3.2. Interpolation is
-    antialiased, as in timm; the class token's position is kept.
-
-    Args:
-      table: [1, tokens, width].
-      grid: the new one.
-      old_grid: by default the square that fits.
-      class_token: whether the first position is its.
-
-    Raises:
-      ValueError: the table does not fit `old_grid`, or is no square.
-    """
-    token, patches = table[:, : int(class_token)], table[:, int(class_token) :]
-    count = patches.shape[1]
-    rows, columns = (math.isqrt(count),) * 2 if old_grid is None else old_grid
-    if rows * columns != count:
-        asked = "a square" if old_grid is None else f"{rows}×{columns}"
-        raise ValueError(
-            f"{count} positions of patches are not those of {asked} grid: see old_grid"
-        )
-    square = patches.reshape(1, rows, columns, -1)
-    resized = jax.image.resize(square, (1, *grid, square.shape[-1]), "bicubic")
-    return jnp.concatenate([token, resized.reshape(1, grid[0] * grid[1], -1)], axis=1)
 
 
 # Table 1, and of Ti and S Touvron et al.'s table 1.

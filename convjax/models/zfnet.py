@@ -21,7 +21,8 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from convjax.layers import Conv, Dense, Dropout, max_pool, normal
-from convjax.models.network import Network, Paper, Window, check_size
+from convjax.models.image_size import Window, check_size
+from convjax.models.network import Network, Paper
 from pallas_kernels import Backend, ResponseNormConvention, local_response_norm
 
 

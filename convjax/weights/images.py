@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from convjax.layers import resize_positions
 from convjax.models.alexnet import AlexNet
-from convjax.models.vit import ViT, resize_positions
+from convjax.models.vit import ViT
 from convjax.models.zfnet import ZFNet
 from convjax.weights.entries import Entry, Shape, Table
 

@@ -9,6 +9,7 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import PyTree
 
+from convjax.models.vit import ViT
 from convjax.weights import big_vision, vit_names
 from convjax.weights.entries import Table, check, flat, flat_shapes, from_file
 from convjax.weights.files import read_file
@@ -38,8 +39,10 @@ def load_weights(
     No pickle is executed. Each tensor of the file must have its place and each place its tensor.
 
     What a file does not say is the model's to be: big_vision's vision transformers compute the
-    tanh form of GELU (`activation="gelu_tanh"`), torch's the exact one; torchvision's GoogLeNet is
-    `googlenet_torchvision`. Auxiliary heads that the model was made without are not read.
+    tanh form of GELU (`activation="gelu_tanh"`), torch's the exact one, and another is an error;
+    torchvision's GoogLeNet is `googlenet_torchvision`, whose published weights expect the images as
+    `transform_input` makes them: from torch's normalisation to values in [-1, 1]. Auxiliary heads
+    that the model was made without are not read.
 
     Args:
       model: made by `create_model`.
@@ -52,11 +55,13 @@ def load_weights(
         positions are resized to it. None is what the file's own shapes say.
 
     Raises:
-      ValueError: a damaged file, or one that does not fit; the message names every tensor that is
-        missing, unexpected or of the wrong shape. Or the source has no such network.
+      ValueError: a damaged file, so far as its format can tell, or one that does not fit; the
+        message names every tensor that is missing, unexpected or of the wrong shape. Or the source
+        has no such network.
       OSError: the file cannot be opened.
     """
     _check_arguments(source, head, key)
+    _check_activation(model, source)
     size = _size(image_size)
     tensors = _read(Path(path), source)
     images = usual_images(model, size)
@@ -89,10 +94,22 @@ def _check_arguments(source: str, head: str, key: jax.Array | None) -> None:
         raise ValueError("head='new' needs a key")
 
 
+def _check_activation(model: nn.Module, source: str) -> None:
+    """Of what no shape shows: which GELU the weights were trained with."""
+    if not isinstance(model, ViT) or source == "convjax":
+        return
+    theirs = "gelu_tanh" if source == "big_vision" else "gelu"
+    if model.activation != theirs:
+        raise ValueError(
+            f"activation={model.activation!r}: {source}'s weights were trained with {theirs!r}; "
+            f"to compute otherwise, read them into model.clone(activation={theirs!r})"
+        )
+
+
 def _size(image_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if image_size is None:
         return None
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    size = (image_size, image_size) if isinstance(image_size, int | np.integer) else image_size
     if min(size) < 1:
         raise ValueError(f"image_size={image_size} must be at least 1")
     return size

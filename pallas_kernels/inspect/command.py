@@ -126,6 +126,8 @@ def _check(options: argparse.Namespace, parser: _Parser) -> None:
         parser.error(message)
     options.dtypes = dtypes
     options.gpu = options.gpu or default_gpu(str(options.arch))
+    if asked == "matmul_fp8" and options.gpu.architecture == "sm_80":
+        parser.error("matmul_fp8 needs sm_89 or later: sm_80 has no 8-bit floats")
 
 
 def _answer_one(options: argparse.Namespace) -> int:

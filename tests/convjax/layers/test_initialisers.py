@@ -1,4 +1,4 @@
-"""Initialisers: jax.random's numbers, inside and outside of jit, and the variances of the papers."""
+"""Initialisers: the numbers of jax.random inside and outside of jit, with the papers' variances."""
 
 import jax
 import jax.numpy as jnp

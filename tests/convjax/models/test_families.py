@@ -134,3 +134,20 @@ def test_training_without_a_key_says_how_to_give_one(name):
             lambda v: model.apply(v, images, train=True, mutable=["batch_stats"]),
             model.shapes(images),
         )
+
+
+@pytest.mark.slow
+@families
+def test_interpreted_kernels_give_what_xla_gives(name):
+    size = SMALLEST[name] * (2 if name.startswith("vit") else 1) + 8 * (SMALLEST[name] == 1)
+    images = jax.random.normal(jax.random.key(1), (1, size, size, 3))
+    variables = narrow(name).init(KEY, images)
+    head = variables["params"][narrow(name).head]
+    head["kernel"] = jax.random.normal(KEY, head["kernel"].shape)
+    # "highest", for the kernels would multiply float32 in tf32.
+    with jax.default_matmul_precision("highest"):
+        interpreted, xla = (
+            quick_jit(narrow(name, backend=backend).apply)(variables, images)
+            for backend in ("interpret", "xla")
+        )
+    assert jnp.abs(interpreted - xla).max() <= 1e-5 * jnp.abs(xla).max()

@@ -1,15 +1,20 @@
 """How networks come to their parameters, and that others' layers and NNX take them as they are."""
 
+import pickle
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 
-from convjax import create_model
-from convjax.layers import normal
-from convjax.models.network import Window, check_size
+from convjax import create_model, list_models
+from convjax.layers import Conv, normal
+from convjax.models import replace_head
+from convjax.models.image_size import Window, check_size
 
 KEY = jax.random.key(0)
 IMAGES = jnp.zeros((1, 8, 8, 3))
@@ -59,6 +64,68 @@ def test_a_model_is_an_nnx_module_through_flaxs_bridge():
     stats = {"batch_stats": model.init(KEY, IMAGES)["batch_stats"]}
     images = jax.random.normal(KEY, (2, 8, 8, 3))
     np.testing.assert_array_equal(bridged(images), model.apply(variables | stats, images))
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_no_network_needs_flaxs_own_way(name):
+    side = 32 if name.endswith("_cifar") else 224
+    images = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
+    assert create_model(name)._declared(KEY, images, {}) is not None
+
+
+SMALL = create_model("resnet8_cifar", widths=(4, 4, 4))
+
+
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_parameters_can_be_made_under_a_mesh(axis):
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(axis,))):
+        under = SMALL.init(KEY, IMAGES)
+    jax.tree.map(np.testing.assert_array_equal, under, SMALL.init(KEY, IMAGES))
+
+
+def test_an_ensemble_has_an_axis_of_its_own():
+    kinds = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+    ensemble = nn.vmap(type(SMALL), axis_size=3, in_axes=None, **kinds)(
+        stage_sizes=(1,), widths=(4,), stem="cifar"
+    )
+    variables = ensemble.init(KEY, IMAGES)
+    kernel = variables["params"]["conv1"]["kernel"]
+    assert kernel.shape == (3, 3, 3, 3, 4)
+    assert jnp.any(kernel[0] != kernel[1])
+    assert ensemble.apply(variables, IMAGES).shape == (3, 1, 1000)
+
+
+def test_training_outputs_can_be_had_with_the_variables():
+    logits, variables = SMALL.init_with_output(KEY, jnp.ones((2, 8, 8, 3)), train=True)
+    assert logits.shape == (2, 10)
+    assert set(variables) == {"params", "batch_stats"}
+
+
+def test_annotated_parameters_keep_their_annotation():
+    boxed = nn.with_partitioning(normal(0.1), (None, None, None, "model"))
+    model = SMALL.clone(conv=partial(Conv, use_bias=False, kernel_init=boxed))
+    kernel = model.init(KEY, IMAGES)["params"]["conv1"]["kernel"]
+    assert kernel.names == (None, None, None, "model")
+    assert kernel.value.shape == (3, 3, 3, 4)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg16", "googlenet", "resnet50", "vit_b16"])
+def test_a_model_can_be_sent_to_another_process(name):
+    model, images = create_model(name), jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+    there = pickle.loads(pickle.dumps(model))
+    assert there.shapes(images) == model.shapes(images)
+
+
+def test_a_table_of_flaxs_and_no_images():
+    assert "conv2_1" in SMALL.tabulate(KEY, IMAGES)
+    variables = SMALL.init(KEY, IMAGES[:0])
+    assert SMALL.apply(variables, IMAGES[:0]).shape == (0, 10)
+
+
+def test_another_networks_variables_get_no_new_head():
+    wide = create_model("resnet8_cifar", widths=(8, 8, 8))
+    with pytest.raises(ValueError, match=r"not the model's variables: .*params/conv1"):
+        replace_head(SMALL, wide.init(KEY, IMAGES), KEY, IMAGES)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from convjax import create_model
-from convjax.models.vit import resize_positions, sincos_positions
+from convjax.layers import resize_positions, sincos_positions
 from tests.convjax.models.families import narrow
 from tests.pallas_kernels.arrays import quick_jit
 

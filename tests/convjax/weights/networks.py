@@ -8,6 +8,7 @@ import numpy as np
 
 from convjax.models import create_model
 from convjax.models.vit import ViT
+from convjax.weights import load_weights
 
 VIT = {"patch_size": 16, "width": 12, "heads": 3, "depth": 2, "num_classes": 5}
 NARROW = {"num_classes": 5, "dense_width": 8}
@@ -63,6 +64,13 @@ def small(name: str, *, channels: int = 3, size: tuple[int, int] | None = None, 
     rng = np.random.default_rng(0)
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(np.float32))  # noqa: E731
     return model, jax.tree.map(draw, shapes)
+
+
+def read(model, path, *, source, **options):
+    """`load_weights` into a model that computes as the source does."""
+    if source == "big_vision":
+        model = model.clone(activation="gelu_tanh")
+    return load_weights(model, path, source=source, **options)
 
 
 def assert_same(ours, theirs):

@@ -9,7 +9,7 @@ from flax import linen as nn
 from convjax.weights import load_weights, save_weights
 from convjax.weights.big_vision import as_today
 from convjax.weights.files import read_file, write_file
-from tests.convjax.weights.networks import assert_same, small
+from tests.convjax.weights.networks import assert_same, read, small
 
 OLD = "Transformer/encoderblock_1/"
 
@@ -97,7 +97,7 @@ def test_every_way_of_writing_the_same(tmp_path, variant):
         variables = jax.tree.map(
             lambda x: np.asarray(x).astype(jnp.bfloat16).astype("f4"), variables
         )
-    assert_same(load_weights(model, path, source="big_vision"), variables)
+    assert_same(read(model, path, source="big_vision"), variables)
 
 
 def test_a_class_token_whose_position_was_not_kept(tmp_path):
@@ -106,7 +106,7 @@ def test_a_class_token_whose_position_was_not_kept(tmp_path):
     tensors = as_today(tensors)
     tensors["pos_embedding"] = tensors["pos_embedding"][:, 1:]
     write_file(path, tensors)
-    found = load_weights(model, path, source="big_vision")
+    found = read(model, path, source="big_vision")
     positions = variables["params"]["position_embedding"].at[:, 0].set(0.0)
     variables["params"]["position_embedding"] = positions
     assert_same(found, variables)
@@ -116,7 +116,7 @@ def test_what_is_left_over_is_said(tmp_path):
     model, _, path, tensors = saved(tmp_path, "vit_map")
     write_file(path, {**tensors, "pre_logits/kernel": np.ones((12, 12), np.float32)})
     with pytest.raises(ValueError, match=r"does not fit the model; unexpected: pre_logits/kernel$"):
-        load_weights(model, path, source="big_vision")
+        read(model, path, source="big_vision")
 
 
 class Encoder(nn.Module):
@@ -178,3 +178,10 @@ def test_the_same_numbers_as_flax_own_layers(tmp_path):
     expected = jax.jit(Encoder().apply)({"params": tree}, images)
     found = jax.jit(model.apply)(variables, images)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_another_gelu_is_refused(tmp_path):
+    model, variables = small("vit")
+    save_weights(variables, tmp_path / "a.npz", target="big_vision", model=model)
+    with pytest.raises(ValueError, match=r"activation='gelu': big_vision's .* with 'gelu_tanh'"):
+        load_weights(model, tmp_path / "a.npz", source="big_vision")

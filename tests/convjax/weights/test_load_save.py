@@ -10,7 +10,7 @@ import safetensors.numpy
 from convjax.models import create_model
 from convjax.weights import load_weights, save_weights
 from convjax.weights.files import read_file, replace, write_file
-from tests.convjax.weights.networks import ENDINGS, SMALL, assert_same, small
+from tests.convjax.weights.networks import ENDINGS, SMALL, assert_same, read, small
 
 CASES = [
     pytest.param(name, form, ending, marks=[pytest.mark.slow] if name == "googlenet" else [])
@@ -25,7 +25,7 @@ def test_there_and_back_is_exact(tmp_path, name, form, ending):
     model, variables = small(name)
     path = tmp_path / f"weights{ending}"
     save_weights(variables, path, target=form, model=model)
-    assert_same(load_weights(model, path, source=form), variables)
+    assert_same(read(model, path, source=form), variables)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
@@ -133,7 +133,7 @@ def test_a_model_without_a_head(tmp_path, name, form):
     path = tmp_path / "weights.safetensors"
     save_weights(variables, path, target=form, model=model)
     headless, _ = small(name, num_classes=0)
-    found = load_weights(headless, path, source=form, head="new", key=jax.random.key(0))
+    found = read(headless, path, source=form, head="new", key=jax.random.key(0))
     del variables["params"][model.head]
     assert_same(found, variables)
 
@@ -176,10 +176,10 @@ def test_positions_of_images_of_another_size(tmp_path, form, side):
     variables["params"]["position_embedding"] = positions
     path = tmp_path / "a.safetensors"
     save_weights(variables, path, target=form, model=model)
-    found = load_weights(model, path, source=form, image_size=side)
+    found = read(model, path, source=form, image_size=side)
     resized = np.broadcast_to(np.reshape(RESIZED[side], (1, -1, 1)), (1, (side // 16) ** 2 + 1, 12))
     np.testing.assert_allclose(found["params"]["position_embedding"], resized, atol=2e-6)
-    assert_same(load_weights(model, path, source=form, image_size=48), variables)
+    assert_same(read(model, path, source=form, image_size=48), variables)
 
 
 def test_positions_of_a_grid_that_is_no_square(tmp_path):
