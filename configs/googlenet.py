@@ -1,4 +1,12 @@
-"""A network of the lineage learns 10,000 images of clothes on two CPU cores."""
+"""GoogLeNet with batch norm, a quarter as wide, learns 10,000 clothes on two CPU cores.
+
+Szegedy et al.: Going Deeper with Convolutions, 2014, with all nine blocks and both auxiliary heads,
+whose losses count 0.3 each; conv1 has stride 1, so that the blocks see 7, 4 and 2 pixels.
+
+    python -m experiments.train --config=configs/googlenet.py --workdir=runs/googlenet
+
+EXPECTED
+"""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,12 @@
-"""A network of the lineage learns 10,000 images of clothes on two CPU cores."""
+"""Three bottlenecks of a ResNet learn 10,000 images of clothes on two CPU cores.
+
+He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, 2015. Each stage has one block:
+inside a scan's loop XLA's CPU takes 15 times as long for the gradients of convolutions.
+
+    python -m experiments.train --config=configs/resnet.py --workdir=runs/resnet
+
+EXPECTED
+"""
 
 from ml_collections import ConfigDict
 

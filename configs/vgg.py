@@ -1,4 +1,12 @@
-"""A network of the lineage learns 10,000 images of clothes on two CPU cores."""
+"""Four layers of VGG with batch norm learn 10,000 images of clothes on two CPU cores.
+
+Simonyan, Zisserman: Very Deep Convolutional Networks, 2014, with three stages for 28 pixels.
+Without norms, a third wider and in 6 passes, it reaches 0.7885: the loss rests for 300 steps.
+
+    python -m experiments.train --config=configs/vgg.py --workdir=runs/vgg
+
+EXPECTED
+"""
 
 from ml_collections import ConfigDict
 

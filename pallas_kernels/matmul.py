@@ -512,9 +512,12 @@ def default_blocks(
     while splits and launched(tile_m, tile_n) < MULTIPROCESSORS and steps >= 16 * parts:
         parts *= 2
     # Warps and stages that spill nowhere; the same tile with others does, on one or the other.
-    warps = 8 if tile_m * tile_n == 128 * 128 else 4
-    deep = tile_m * tile_n == 64 * 64 or (crowded and tile_n == 16 and not wide)
-    stages = 2 if warps == 8 and wide else 4 if deep else 3
+    area = tile_m * tile_n
+    largest_area = area == 128 * 128
+    # On sm_100 4 warps of tf32 have 96 or 128 registers a thread: too few for half of that area.
+    warps = 8 if largest_area or (wide and area in (128 * 64, 128 * 32)) else 4
+    deep = area == 64 * 64 or (crowded and tile_n == 16 and not wide)
+    stages = 2 if largest_area and wide else 4 if deep else 3
     return Blocks(tile_m, tile_n, tile_k, warps=warps, stages=stages, splits=parts)
 
 

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
 from convjax.data import Dataset, Source, load_source, make_dataset
-from convjax.models import Network, create_model
+from convjax.models import create_model
 from convjax.training.config import DataConfig, ModelConfig, RunConfig
 from convjax.training.errors import ConfigError, RunError, one_line
 from convjax.training.optimiser import make_optimiser, make_schedule
@@ -34,7 +35,7 @@ class Parts:
     config: RunConfig
     train_data: Dataset
     test_data: Dataset
-    model: Network
+    model: nn.Module
     schedule: optax.Schedule
     optimiser: optax.GradientTransformation
     total_steps: int
@@ -138,7 +139,7 @@ def _batched(config: RunConfig, source: Source, *, train: bool) -> Dataset:
         raise ConfigError(f"data: {one_line(error)}") from error
 
 
-def _network(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> Network:
+def _network(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     for field in ("num_classes", "dtype", "backend", "name"):
         if field in config.fields:
             given_by = "the data" if field == "num_classes" else f"model.{field}"

@@ -71,21 +71,19 @@ def test_parameters_are_the_same_inside_jit_and_float32_whatever_the_dtype(name)
     )
 
 
-# Residual networks have tests of their own. Compiling a GoogLeNet takes half a minute.
+# Residual networks have tests of their own; the others take long to compile.
 @pytest.mark.parametrize(
     "name",
     [
+        *("alexnet", "vit_b16"),
         *(
-            "alexnet",
-            "alexnet_one_tower",
-            "alexnet_owt",
-            "zfnet",
-            "vgg11_bn",
-            "vit_ti16",
-            "vit_b16",
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("alexnet_one_tower", "alexnet_owt", "zfnet", "vgg11_bn", "vit_ti16")
         ),
-        pytest.param("googlenet", marks=pytest.mark.slow),
-        pytest.param("googlenet_torchvision", marks=pytest.mark.slow),
+        *(
+            pytest.param(f"googlenet{form}", marks=pytest.mark.slow)
+            for form in ("", "_torchvision")
+        ),
     ],
 )
 def test_a_step_lowers_the_loss_and_reaches_every_parameter(name):

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 
-from convjax import create_model, list_models
+from convjax import create_model
 from convjax.layers import Conv, normal
 from convjax.models import replace_head
 from convjax.models.image_size import Window, check_size
@@ -66,7 +66,13 @@ def test_a_model_is_an_nnx_module_through_flaxs_bridge():
     np.testing.assert_array_equal(bridged(images), model.apply(variables | stats, images))
 
 
-@pytest.mark.parametrize("name", list_models())
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("alexnet", "alexnet_owt", "zfnet", "vgg11_bn", "googlenet", "resnet18", "plain20_cifar"),
+        *("preact_resnet164_cifar", "vit_ti16"),
+    ],
+)
 def test_no_network_needs_flaxs_own_way(name):
     side = 32 if name.endswith("_cifar") else 224
     images = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
