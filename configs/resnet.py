@@ -5,7 +5,8 @@ inside a scan's loop XLA's CPU takes 15 times as long for the gradients of convo
 
     python -m experiments.train --config=configs/resnet.py --workdir=runs/resnet
 
-EXPECTED
+Expected: test accuracy 0.90 on the 2,000 test images (seed 0: 0.8995) in 157 seconds of wall time
+on two cores that had other work.
 """
 
 from ml_collections import ConfigDict
@@ -37,6 +38,6 @@ def get_config() -> ConfigDict:
         "weight_decay": 5e-4,
     }
     config.schedule = {"name": "cosine", "warmup": 0.1}
-    config.epochs = 8
-    config.eval_every_epochs = 4.0
+    config.epochs = 6
+    config.eval_every_epochs = 3.0
     return config

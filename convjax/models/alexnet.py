@@ -52,6 +52,8 @@ class AlexNet(Network):
       stem_size: the kernel of conv1, in pixels.
       stem_strides: of conv1.
       response_norm: None is the source's own convention.
+      kernel_stddev: of the normal from which all kernels start; None is the source's own. A narrow
+        network learns nothing from 0.01.
       dropout: of fc6's and fc7's outputs.
       num_classes: 0 gives the features of fc7.
     """
@@ -71,6 +73,7 @@ class AlexNet(Network):
     stem_size: int = 11
     stem_strides: int = 4
     response_norm: ResponseNormConvention | None = None
+    kernel_stddev: float | None = None
     dropout: float = 0.5
     num_classes: int = 1000
     dtype: Dtype = jnp.float32
@@ -93,7 +96,9 @@ class AlexNet(Network):
         conv = partial(Conv, activation="relu", dtype=self.dtype, backend=self.backend)
         own = partial(conv, groups=self.towers, bias_init=constant(1.0))
         before_pool = None if archive else "relu"
-        narrow, wide = normal(0.01), normal(0.03 if archive else 0.01)
+        own_start = self.kernel_stddev
+        narrow = normal(0.01 if own_start is None else own_start)
+        wide = normal(0.03 if archive else 0.01) if own_start is None else narrow
         c1, c2, c3, c4, c5 = self.widths
 
         size, strides = (self.stem_size, self.stem_size), (self.stem_strides, self.stem_strides)
@@ -112,7 +117,8 @@ class AlexNet(Network):
         return self._classifier(x.reshape(len(x), -1), train)
 
     def _classifier(self, x: Float[Array, "b pixels"], train: bool) -> Array:
-        dense = partial(Dense, kernel_init=normal(0.01), dtype=self.dtype, backend=self.backend)
+        stddev = 0.01 if self.kernel_stddev is None else self.kernel_stddev
+        dense = partial(Dense, kernel_init=normal(stddev), dtype=self.dtype, backend=self.backend)
         hidden = partial(dense, self.dense_width, activation="relu", bias_init=constant(1.0))
         x = Dropout(self.dropout, name="dropout6")(hidden(name="fc6")(x), train)
         x = Dropout(self.dropout, name="dropout7")(hidden(name="fc7")(x), train)

@@ -36,6 +36,8 @@ class ZFNet(Network):
       stem_strides: of conv1.
       conv2_strides: of conv2.
       response_norm: the convention of both normalisations.
+      kernel_stddev: of the normal from which kernels start; a narrow network learns nothing from
+        the paper's 0.01.
       dropout: of fc6's and fc7's outputs.
       num_classes: 0 gives the features of fc7.
     """
@@ -54,6 +56,7 @@ class ZFNet(Network):
     stem_strides: int = 2
     conv2_strides: int = 2
     response_norm: ResponseNormConvention = "paper"
+    kernel_stddev: float = 0.01
     dropout: float = 0.5
     num_classes: int = 1000
     dtype: Dtype = jnp.float32
@@ -74,7 +77,7 @@ class ZFNet(Network):
         layer = partial(
             Conv,
             activation="relu",
-            kernel_init=normal(0.01),
+            kernel_init=normal(self.kernel_stddev),
             dtype=self.dtype,
             backend=self.backend,
         )
@@ -88,7 +91,9 @@ class ZFNet(Network):
         x = layer(c4, (3, 3), padding=1, name="conv4")(x)
         x = self._pool(layer(c5, (3, 3), padding=1, name="conv5")(x))
 
-        dense = partial(Dense, kernel_init=normal(0.01), dtype=self.dtype, backend=self.backend)
+        dense = partial(
+            Dense, kernel_init=normal(self.kernel_stddev), dtype=self.dtype, backend=self.backend
+        )
         hidden = partial(dense, self.dense_width, activation="relu")
         x = hidden(name="fc6")(x.reshape(len(x), -1))
         x = hidden(name="fc7")(Dropout(self.dropout, name="dropout6")(x, train))
