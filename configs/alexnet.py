@@ -2,11 +2,11 @@
 
 Krizhevsky, Sutskever, Hinton: ImageNet Classification with Deep Convolutional Neural Networks,
 2012, with its two towers and the authors' own order (`source="archive"`). Kernels start from
-N(0, 0.05²), for so narrow a network learns nothing from the paper's 0.01.
+N(0, 0.05²) in place of the paper's 0.01.
 
     python -m experiments.train --config=configs/alexnet.py --workdir=runs/alexnet
 
-Its accuracy is not measured yet.
+It does not learn yet: after 4 passes (193 seconds) test accuracy is 0.10, as by chance.
 """
 
 from ml_collections import ConfigDict

