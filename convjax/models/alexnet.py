@@ -33,7 +33,16 @@ from flax import linen as nn
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
-from convjax.layers import Conv, Dense, Dropout, constant, max_pool, normal, pixel_response_norm
+from convjax.layers import (
+    Conv,
+    Dense,
+    Dropout,
+    Initialiser,
+    constant,
+    max_pool,
+    normal,
+    pixel_response_norm,
+)
 from convjax.models.image_size import Window, check_size
 from convjax.models.network import Network, Paper, check_names
 from pallas_kernels import Backend, ResponseNormConvention, local_response_norm
@@ -96,9 +105,9 @@ class AlexNet(Network):
         conv = partial(Conv, activation="relu", dtype=self.dtype, backend=self.backend)
         own = partial(conv, groups=self.towers, bias_init=constant(1.0))
         before_pool = None if archive else "relu"
-        own_start = self.kernel_stddev
-        narrow = normal(0.01 if own_start is None else own_start)
-        wide = normal(0.03 if archive else 0.01) if own_start is None else narrow
+        stddev = self.kernel_stddev
+        narrow = normal(0.01 if stddev is None else stddev)
+        wide = normal(0.03) if archive and stddev is None else narrow
         c1, c2, c3, c4, c5 = self.widths
 
         size, strides = (self.stem_size, self.stem_size), (self.stem_strides, self.stem_strides)
@@ -114,11 +123,12 @@ class AlexNet(Network):
         conv5 = partial(own, activation=before_pool, kernel_init=wide, name="conv5")
         x = self._pool(conv5(c5, (3, 3), padding=1)(x))
         x = nn.relu(x) if archive else x
-        return self._classifier(x.reshape(len(x), -1), train)
+        return self._classifier(x.reshape(len(x), -1), narrow, train)
 
-    def _classifier(self, x: Float[Array, "b pixels"], train: bool) -> Array:
-        stddev = 0.01 if self.kernel_stddev is None else self.kernel_stddev
-        dense = partial(Dense, kernel_init=normal(stddev), dtype=self.dtype, backend=self.backend)
+    def _classifier(
+        self, x: Float[Array, "b pixels"], kernel_init: Initialiser, train: bool
+    ) -> Array:
+        dense = partial(Dense, kernel_init=kernel_init, dtype=self.dtype, backend=self.backend)
         hidden = partial(dense, self.dense_width, activation="relu", bias_init=constant(1.0))
         x = Dropout(self.dropout, name="dropout6")(hidden(name="fc6")(x), train)
         x = Dropout(self.dropout, name="dropout7")(hidden(name="fc7")(x), train)
