@@ -1,12 +1,16 @@
 """AlexNet, narrow and with a stem for 28 pixels, learns 10,000 clothes on two CPU cores.
 
 Krizhevsky, Sutskever, Hinton: ImageNet Classification with Deep Convolutional Neural Networks,
-2012, with its two towers and the authors' own order (`source="archive"`). Kernels start from
-N(0, 0.05²) in place of the paper's 0.01.
+2012, with its two towers and the authors' own order (`source="archive"`).
+
+Pixels are from 0 to 255 less their mean, as the authors had them: of pixels near 1, what conv1 puts
+out is lost beside the biases of 1 that follow, and kernels from N(0, 0.05²) learnt nothing in four
+passes. Here they start from N(0, 0.03²) in all layers, for narrow layers sum few numbers.
 
     python -m experiments.train --config=configs/alexnet.py --workdir=runs/alexnet
 
-It does not learn yet: after 4 passes (193 seconds) test accuracy is 0.10, as by chance.
+Expected: test accuracy 0.81 on the 2,000 test images (seed 0: 0.8060) in 200 CPU seconds, on cores
+that had much other work.
 """
 
 from ml_collections import ConfigDict
@@ -23,19 +27,19 @@ def get_config() -> ConfigDict:
             "stem_size": 5,
             "stem_strides": 1,
             "source": "archive",
-            "kernel_stddev": 0.05,
+            "kernel_stddev": 0.03,
         },
     }
     config.data = {
         "name": "fashion_mnist_small",
         "batch_size": 64,
         "mean": (0.2867,),
-        "std": (0.3540,),
+        "std": (1 / 255,),
         "augmentation": {"flip": True},
     }
     config.optimiser = {
         "name": "sgd",
-        "learning_rate": 0.02,
+        "learning_rate": 0.01,
         "momentum": 0.9,
         "weight_decay": 5e-4,
     }

@@ -87,6 +87,10 @@ class Draw:
             numbers = _filled(self.distribution, math.prod(self.shape), data, self.width)
         return jnp.asarray(numbers.reshape(self.shape), self.dtype)
 
+    def __jax_array__(self) -> Array:
+        """Tell a layer that computes with its parameters that these are not there yet."""
+        raise TypeError("numbers that are to be drawn cannot be computed with")
+
     def _as_jax_draws(self, key: Array) -> Array:
         if self.distribution == "uniform":
             return jax.random.uniform(key, self.shape, minval=-self.width, maxval=self.width)

@@ -2,7 +2,7 @@
 
     python -m convjax.models                 # all of them
     python -m convjax.models 'vgg*' --json
-    python -m convjax.models alexnet         # a table of its layers
+    python -m convjax.models alexnet         # its layers, and the fields of `create_model`
 
 Costs are of one image, of 224×224 pixels (32×32 for CIFAR's networks), or of --size. A MAC is one
 multiplication and addition; activations are the numbers that convolutions and dense layers put out;
@@ -10,39 +10,37 @@ the last share is that of MACs in matrix products: dense layers, attention, and 
 windows do not overlap (1×1, or patches).
 """
 
-import argparse
+import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
+from flax.typing import Dtype
 from rich.console import Console
 from rich.table import Table
 
-from convjax.models.cost import LayerCost, layer_costs, parameters
+from convjax.models.cost import LayerCost, layer_costs, model_cost
 from convjax.models.network import Network
-from convjax.models.registry import create_model, list_models
+from convjax.models.registry import create_model, list_fields, list_models
+from pallas_kernels.command_line import OneLineParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table that is asked for, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m convjax.models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.error = _end  # one line, without the usage
+    parser = OneLineParser("python -m convjax.models", __doc__)
     parser.add_argument("pattern", nargs="?", default="*", help="names, as in a shell")
     parser.add_argument("--json", action="store_true", help="for a program")
     parser.add_argument("--size", type=int, help="sides of the image, in pixels")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     try:
         _print(options.pattern, options.size, as_json=options.json)
         sys.stdout.flush()
     except ValueError as error:
-        _end(str(error))
+        parser.error(str(error))
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -54,17 +52,13 @@ def _print(pattern: str, size: int | None, *, as_json: bool) -> None:
         raise ValueError(f"--size={size} must be at least 1")
     if len(names) == 1 and not as_json:
         _print_layers(names[0], size)
+        _print_fields(names[0])
         return
     rows = [_summary(name, size) for name in names]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         _print_models(rows)
-
-
-def _end(message: str) -> Any:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def _names(pattern: str) -> list[str]:
@@ -82,7 +76,8 @@ def _model(name: str, size: int | None) -> tuple[Network, tuple[int, int, int]]:
 
 def _summary(name: str, size: int | None) -> dict[str, Any]:
     model, image_shape = _model(name, size)
-    layers, parts = layer_costs(model, image_shape), parameters(model, image_shape)
+    cost = model_cost(model, image_shape)
+    layers, parts = cost.layers, cost.parameters
     macs = sum(layer.macs for layer in layers)
     auxiliary = sum(parts.get(part, 0) for part in model.training_only)
     return {
@@ -142,10 +137,40 @@ def _print_layers(name: str, size: int | None) -> None:
     console.print(table)
 
 
+def _print_fields(name: str) -> None:
+    table = Table(box=None, header_style="bold")
+    for heading in ("field", "type", "default"):
+        table.add_column(heading, no_wrap=True)
+    for field in list_fields(name).values():
+        table.add_row(field.name, _type(field.annotation), _value(field.default))
+    console = _console()
+    console.print()
+    console.print(table)
+
+
+def _type(annotation: Any) -> str:
+    """A type as it is written, but that names are spelt out and functions are "callable"."""
+    if annotation == Dtype:
+        return "dtype"
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(repr, get_args(annotation)))
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(map(_type, get_args(annotation)))
+    if get_origin(annotation) is Callable:
+        return "callable"
+    return "None" if annotation is type(None) else inspect.formatannotation(annotation)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, partial):
+        return f"{value.func.__name__}(…)"
+    return getattr(value, "__name__", repr(value))
+
+
 def _console() -> Console:
     """As wide as the terminal; a file or a pipe is as wide as it takes."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=160, markup=False)
 
 
 def _cells(layer: LayerCost, macs: int) -> tuple[str, ...]:

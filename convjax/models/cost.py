@@ -51,10 +51,32 @@ class LayerCost:
     is_product: bool
 
 
+@dataclass(frozen=True)
+class ModelCost:
+    """What one image costs.
+
+    Attributes:
+      layers: with parameters or products, that evaluation calls, in order.
+      parameters: trainable numbers in each direct part, also of those that training alone calls.
+    """
+
+    layers: list[LayerCost]
+    parameters: dict[str, int]
+
+
 def layer_costs(
     model: Network, image_shape: tuple[int, int, int] = (224, 224, 3)
 ) -> list[LayerCost]:
     """The layers with parameters or products that evaluation calls, in order.
+
+    Raises:
+      ValueError: the model does not take images of this shape.
+    """
+    return model_cost(model, image_shape).layers
+
+
+def model_cost(model: Network, image_shape: tuple[int, int, int] = (224, 224, 3)) -> ModelCost:
+    """The layers, as `layer_costs` has them, and the parameters of each of the model's parts.
 
     Raises:
       ValueError: the model does not take images of this shape.
@@ -64,13 +86,8 @@ def layer_costs(
     found: dict[str, _Found] = {}
     with _watching(variables, found):
         jax.eval_shape(model.clone(backend="auto").apply, variables, images)
-    return [layer for name, item in found.items() if (layer := item.cost(name)) is not None]
-
-
-def parameters(model: Network, image_shape: tuple[int, int, int] = (224, 224, 3)) -> dict[str, int]:
-    """The number of trainable numbers in each of the model's direct parts."""
-    variables = model.shapes(jax.ShapeDtypeStruct((1, *image_shape), jnp.float32))
-    return {name: _size(part) for name, part in variables["params"].items()}
+    layers = [layer for name, item in found.items() if (layer := item.cost(name)) is not None]
+    return ModelCost(layers, {name: _size(part) for name, part in variables["params"].items()})
 
 
 @dataclass

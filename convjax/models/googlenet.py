@@ -226,9 +226,12 @@ class GoogLeNet(Network):
     def _check_size(self, images: Array, auxiliary: bool) -> None:
         pool, last = Window(3, 2, ceil_mode=True), Window(self.last_pool, 2, ceil_mode=True)
         before = (Window(7, self.stem_strides, 6), pool, pool, pool)
-        check_size(images, *before, last)
         if auxiliary and self.auxiliary_pool == "5x5":
-            check_size(images, *before, Window(5, 3))
+            try:
+                check_size(images, *before, Window(5, 3))
+            except ValueError as error:
+                raise ValueError(f'{error}, or fewer with auxiliary_pool="adaptive"') from None
+        check_size(images, *before, last)
 
 
 VARIANTS: dict[str, partial[GoogLeNet]] = {

@@ -1,6 +1,7 @@
 """A new last layer on a trained network."""
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from convjax.models.network import Network
@@ -29,12 +30,12 @@ def replace_head(
     Raises:
       ValueError: the variables are another network's; the message names what does not fit.
     """
-    new = model.init(key, images)
+    new = model.init_parts(key, images, (model.head, *model.training_only))
     unfit = []
     for collection, parts in new.items():
         for name in parts.keys() - {model.head, *model.training_only}:
             old = variables.get(collection, {}).get(name)
-            if jax.tree.map(jax.numpy.shape, old) != jax.tree.map(jax.numpy.shape, parts[name]):
+            if jax.tree.map(np.shape, old) != jax.tree.map(np.shape, parts[name]):
                 unfit.append(f"{collection}/{name}")
             parts[name] = old
     if unfit:

@@ -11,13 +11,14 @@ transformed (`nn.vmap(ResNet, ...)`), is initialised by flax, as any module is.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.errors import ScopeParamShapeError
 from jaxtyping import Array, Float, PyTree
 
 from convjax.layers.initialisers import Draw, declaring, fold_in
@@ -61,13 +62,30 @@ class Network(nn.Module):
           images: [b, h, w, c], or their shape.
           train: changes nothing.
           **options: as `flax.linen.Module.init` takes them.
+
+        Raises:
+          ValueError: there is no key, or the model does not take such images.
         """
+        check_key(rngs)
         options |= {"train": True} if train else {}
         declared = self._declared(rngs, images, options)
         if declared is None:
             images = jnp.zeros(images.shape, images.dtype) if _is_shape(images) else images
             return nn.Module.init_with_output(self, rngs, images, **options)[1]
-        return _drawn(declared, rngs)
+        return _drawn(declared, rngs, ("",))
+
+    @nn.nowrap
+    def init_parts(
+        self,
+        rngs: Any,
+        images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct,
+        parts: Iterable[str],
+    ) -> PyTree:
+        """`init` of some parts, such as "fc" or "aux1/fc2"; all else is a shape and a dtype."""
+        check_key(rngs)
+        declared = self._declared(rngs, images, {})
+        variables = self.init(rngs, images) if declared is None else declared
+        return _drawn(variables, rngs, tuple(f"{part}/" for part in parts))
 
     @nn.nowrap
     def shapes(self, images: Float[Array, "b h w c"] | jax.ShapeDtypeStruct) -> PyTree:
@@ -76,9 +94,7 @@ class Network(nn.Module):
         declared = self._declared(key, images, {})
         if declared is None:
             return jax.eval_shape(self.init, key, images)
-        return jax.tree.map(
-            lambda draw: jax.ShapeDtypeStruct(draw.shape, draw.dtype), declared, is_leaf=_is_draw
-        )
+        return _drawn(declared, key, ())
 
     @nn.nowrap
     def init_with_output(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -92,6 +108,24 @@ class Network(nn.Module):
         return cast(Array, logits), variables
 
     @nn.nowrap
+    def apply(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, variables: Any, *args: Any, **options: Any
+    ) -> Any:
+        """`flax.linen.Module.apply`.
+
+        Raises:
+          ValueError: the variables are of images with other channels, or of another network.
+        """
+        try:
+            return nn.Module.apply(self, variables, *args, **options)
+        except ScopeParamShapeError as error:
+            images = args[0] if args else options.get("images")
+            if images is None:
+                raise
+            wanted = self.shapes(jax.ShapeDtypeStruct(images.shape, images.dtype))
+            raise ValueError(_misfit(wanted, variables, images)) from error
+
+    @nn.nowrap
     def _declared(self, rngs: Any, images: Any, options: dict[str, Any]) -> PyTree[Draw] | None:
         """What is to be drawn, or None where a layer draws on its own."""
         declared: PyTree[Draw] = {}
@@ -103,11 +137,7 @@ class Network(nn.Module):
 
         try:
             jax.eval_shape(declare, jax.ShapeDtypeStruct(images.shape, images.dtype))
-        except (
-            TypeError,
-            AttributeError,
-            ValueError,
-        ):  # of a layer that computes with what it draws
+        except (TypeError, AttributeError):  # of a layer that computes with what it draws
             return None
         return declared if all(map(_is_draw, jax.tree.leaves(declared, is_leaf=_is_draw))) else None
 
@@ -120,16 +150,49 @@ def check_names(**fields: tuple[str, Any]) -> None:
             raise ValueError(f"{field}={value!r} must be one of {known}")
 
 
-def _drawn(declared: PyTree[Draw], rngs: Any) -> PyTree[Array]:
+def check_key(rngs: Any) -> None:
+    """Raise a ValueError unless there is a key in `rngs`, or under "params" in it."""
+    key = rngs.get("params") if isinstance(rngs, Mapping) else rngs
+    dtype, axes = getattr(key, "dtype", None), getattr(key, "ndim", 0)
+    is_raw = dtype == jnp.uint32 and axes == 1
+    if dtype is None or not (is_raw or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+        raise ValueError(f"key={rngs!r} must be a key, such as jax.random.key(0)")
+
+
+def _drawn(variables: PyTree, rngs: Any, parts: tuple[str, ...]) -> PyTree:
+    """Arrays in place of what is to be drawn in these parts, and shapes of all else."""
     key = rngs["params"] if isinstance(rngs, Mapping) else rngs
-    return jax.tree.map_with_path(
-        lambda path, draw: draw(fold_in(key, _hash(path))), declared, is_leaf=_is_draw
-    )
+
+    def drawn(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = _name(path)
+        if not name.partition("/")[2].startswith(parts):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        # A path's 32 bits are the same on every machine.
+        return leaf(fold_in(key, zlib.crc32(name.encode()))) if _is_draw(leaf) else leaf
+
+    return jax.tree.map_with_path(drawn, variables, is_leaf=_is_draw)
 
 
-def _hash(path: tuple[Any, ...]) -> int:
-    """Of an array's path, 32 bits: the same on every machine."""
-    return zlib.crc32(jax.tree_util.keystr(path, simple=True, separator="/").encode())
+def _misfit(wanted: PyTree, variables: PyTree, images: Array) -> str:
+    """How the variables differ from those of the images, by the first that does."""
+    channels, given = images.shape[-1], _shapes(variables["params"])
+    for path, new in _shapes(wanted["params"]).items():
+        old = given.get(path, new)
+        if new != old and new == (*old[:-2], channels, *old[-1:]):
+            return f"images have channels={channels}, and the variables are for channels={old[-2]}"
+        if new != old:
+            return f"{path} has shape {old}, and images of shape {images.shape} need {new}"
+    return "these are not the model's variables"
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    return {
+        _name(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(nn.unbox(tree))
+    }
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _is_draw(node: Any) -> bool:

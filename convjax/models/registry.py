@@ -49,7 +49,7 @@ def create_model(
       **fields: further fields of the model's class, over those of the variant.
 
     Raises:
-      ValueError: an unknown model or field; the message names the nearest ones.
+      ValueError: an unknown model or field; the message names the nearest ones, and all fields.
     """
     if name not in _MODELS:
         nearest = difflib.get_close_matches(name, _MODELS, n=4, cutoff=0.4)
@@ -69,9 +69,21 @@ def list_models(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(_MODELS, pattern))
 
 
+def list_fields(name: str) -> dict[str, inspect.Parameter]:
+    """The fields of the model called `name`, each with its type and what it is by default."""
+    return _fields(_MODELS[name])
+
+
 def _check_fields(name: str, variant: Callable[..., Network], fields: Mapping[str, Any]) -> None:
-    known = set(inspect.signature(variant).parameters) - _FLAX_FIELDS
+    known = _fields(variant)
     for field in fields:
         if field not in known:
-            nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
-            raise ValueError(f"{name} has no field {field!r}; nearest: {nearest[0]}")
+            (nearest,) = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
+            raise ValueError(
+                f"{name} has no field {field!r}; nearest: {nearest}; all: {', '.join(known)}"
+            )
+
+
+def _fields(variant: Callable[..., Network]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(variant).parameters
+    return {field: each for field, each in parameters.items() if field not in _FLAX_FIELDS}

@@ -63,7 +63,10 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new file beside `path`, and put it there once it is whole on the disk."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    except OSError as error:  # which names the new file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         os.fchmod(handle, 0o666 & ~_umask())
         write(Path(name))

@@ -6,12 +6,12 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jaxtyping import PyTree
 
+from convjax.models.network import Network, check_key
 from convjax.models.vit import ViT
 from convjax.weights import big_vision, vit_names
-from convjax.weights.entries import Table, check, flat, flat_shapes, from_file
+from convjax.weights.entries import check, flat, flat_shapes, from_file
 from convjax.weights.files import read_file
 from convjax.weights.images import (
     add_token_position,
@@ -24,7 +24,7 @@ from convjax.weights.tables import Format, make_table
 
 
 def load_weights(
-    model: nn.Module,
+    model: Network,
     path: str | Path,
     *,
     source: Format,
@@ -80,7 +80,7 @@ def load_weights(
     check(table, tensors, path)
     arrays = {path: jnp.asarray(array) for path, array in from_file(table, tensors).items()}
     if head == "new":
-        arrays |= _drawn(model, images, table, key)
+        arrays = flat(model.init_parts(key, images, table.heads)) | arrays
     leaves = [arrays[each] for each in flat_shapes(variables)]
     return jax.tree.unflatten(jax.tree.structure(variables), leaves)
 
@@ -92,9 +92,11 @@ def _check_arguments(source: str, head: str, key: jax.Array | None) -> None:
         raise ValueError(f"head={head!r} must be 'file' or 'new'")
     if head == "new" and key is None:
         raise ValueError("head='new' needs a key")
+    if key is not None:
+        check_key(key)
 
 
-def _check_activation(model: nn.Module, source: str) -> None:
+def _check_activation(model: Network, source: str) -> None:
     """Of what no shape shows: which GELU the weights were trained with."""
     if not isinstance(model, ViT) or source == "convjax":
         return
@@ -123,16 +125,3 @@ def _read(path: Path, source: Format) -> dict[str, np.ndarray]:
     if source == "big_vision":
         return big_vision.as_today(tensors)
     return vit_names.as_today(tensors) if source == "torchvision" else tensors
-
-
-def _drawn(
-    model: nn.Module, images: jax.ShapeDtypeStruct, table: Table, key: jax.Array | None
-) -> dict[str, jax.Array]:
-    """The classifiers' arrays by path; inside jit, what is not returned is not drawn."""
-    modules = tuple(f"params/{module}/" for module in table.heads)
-
-    def draw(key: jax.Array) -> dict[str, jax.Array]:
-        arrays = flat(model.init(key, images))
-        return {path: array for path, array in arrays.items() if path.startswith(modules)}
-
-    return jax.jit(draw)(key)

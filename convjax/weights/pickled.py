@@ -55,7 +55,10 @@ def interpret(file: io.BytesIO, persistent: Callable[[Any], Any]) -> Any:
     except UnreadableError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UnreadableError(f"the pickle is damaged: {error!r}") from error
+        place = file.tell()
+        if place == file.getbuffer().nbytes:
+            raise UnreadableError("it ends within a pickle") from error
+        raise UnreadableError(f"the pickle is damaged before byte {place}") from error
 
 
 class _Machine:

@@ -50,10 +50,12 @@ def make_table(shapes: Mapping[str, Shape], form: Format, model: nn.Module | Non
     if family is ViT:
         _name_vit(table, form, model)
     elif (form, family) in _CONVOLUTIONAL:
-        _check_strides(form, model)
+        if family is ResNet:
+            _check_resnet(table, model)
         _CONVOLUTIONAL[form, family](table)
     else:
-        raise ValueError(f"{form} has no form for {'these variables' if model is None else model}")
+        network = "these variables" if model is None else type(model).__name__
+        raise ValueError(f"{form} has no form for {network}")
     table.check_whole()
     return table
 
@@ -99,11 +101,25 @@ def _published_heads(shapes: Mapping[str, Shape]) -> int:
     return _HEADS[width]
 
 
-def _check_strides(form: Format, model: nn.Module | None) -> None:
-    """Of what no shape shows: there, bottlenecks halve the image in the 3×3."""
-    if not isinstance(model, ResNet) or model.block == "basic" or model.strided_layer == "3x3":
-        return
-    raise ValueError(
-        f"strided_layer={model.strided_layer!r}: {form}'s bottlenecks halve the image in the 3×3; "
-        "their weights do not fit a network that does so elsewhere"
-    )
+def _check_resnet(table: Table, model: nn.Module | None) -> None:
+    """Raise a ValueError for a form of ours that has torchvision's names and is not its network."""
+    rows, columns = table.shapes["params/conv1/kernel"][:2]
+    if (rows, columns) != (7, 7):
+        raise ValueError(
+            f"{table.format} has no form for a ResNet whose conv1 is {rows}×{columns}, only for 7×7"
+        )
+    if isinstance(model, ResNet):
+        shortcut, strided_layer = model.shortcut, model.strided_layer
+    else:
+        projects = table.has("conv3_1/shortcut") or not table.has("conv3_1")
+        shortcut, strided_layer = "projection" if projects else "none", "3x3"
+    if shortcut != "projection":
+        raise ValueError(
+            f"{table.format} has no form for a ResNet with shortcut={shortcut!r}, "
+            "only with 'projection'"
+        )
+    if table.has("conv2_1/conv3") and strided_layer != "3x3":
+        raise ValueError(
+            f"strided_layer={strided_layer!r}: {table.format}'s bottlenecks halve the image in the "
+            "3×3; their weights do not fit a network that does so elsewhere"
+        )

@@ -50,7 +50,12 @@ def read_torch(path: Path) -> dict[str, np.ndarray]:
             if zipfile.is_zipfile(file):
                 return _state_dict(_read_archive(file))
             file.seek(0)
-            return _state_dict(_read_legacy(io.BytesIO(file.read())))
+            content = file.read()
+            if not content:
+                raise UnreadableError("it is empty")
+            if content.startswith(b"PK"):
+                raise UnreadableError("the zip archive is cut off")
+            return _state_dict(_read_legacy(io.BytesIO(content)))
         except _DAMAGE as error:
             raise ValueError(f"{path} cannot be read as weights of torch: {error}") from error
 

@@ -5,18 +5,18 @@ was wrong, with one line that says why; 130 after Ctrl-C.
 """
 
 import argparse
-import difflib
 import json
 import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from typing import NoReturn, get_args
+from typing import get_args
 
 import jax
 
 from pallas_kernels.calls import Pass
+from pallas_kernels.command_line import OneLineParser
 from pallas_kernels.inspect import arguments as of_calls
 from pallas_kernels.inspect import compiler, report
 from pallas_kernels.inspect.architectures import ARCHITECTURES
@@ -30,25 +30,10 @@ _OF_ALL = {"jobs", "precision"}
 """The options of `--all` that one call may not have."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """End with one line and status 2."""
-        self.exit(2, f"error: {message}\n")
-
-    def refuse(self, extras: Sequence[str]) -> None:
-        """End if there are arguments that no option took."""
-        if extras:
-            known = [option for action in self._actions for option in action.option_strings]
-            extra = extras[0].partition("=")[0]
-            near = difflib.get_close_matches(extra, known, n=1, cutoff=0)[0]
-            self.error(f"unknown argument {extra}; the nearest is {near}")
-
-
 def main(arguments: Sequence[str] | None = None, *, description: str | None = None) -> int:
     """Answer the question in `arguments`, by default the command line's; the exit status."""
     parser = _parser(description)
-    options, extras = parser.parse_known_args(arguments)
-    parser.refuse(extras)
+    options = parser.options(arguments)
     _check(options, parser)
     jax.config.update("jax_platforms", "cpu")  # the GPU that is asked about need not be there
     try:
@@ -71,13 +56,8 @@ def _complain(message: str, status: int) -> int:
     return status
 
 
-def _parser(description: str | None) -> _Parser:
-    parser = _Parser(
-        prog="python -m pallas_kernels.inspect",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser(description: str | None) -> OneLineParser:
+    parser = OneLineParser("python -m pallas_kernels.inspect", description)
     add = parser.add_argument
     add("operation", nargs="?", choices=OPERATIONS, help="one call of an operation")
     add("--all", nargs="?", const="*", metavar="PATTERN", help="all of `workloads(PATTERN)`")
@@ -94,7 +74,7 @@ def _parser(description: str | None) -> _Parser:
     return parser
 
 
-def _check(options: argparse.Namespace, parser: _Parser) -> None:
+def _check(options: argparse.Namespace, parser: OneLineParser) -> None:
     """End if the options do not make a question."""
     if (options.all is None) == (options.operation is None):
         parser.error(f"give one of {', '.join(OPERATIONS)} and --all")

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import jax.numpy as jnp
 
 from pallas_kernels import launch, selection
+from pallas_kernels.command_line import OneLineParser
 from pallas_kernels.inspect.arguments import DTYPES
 from pallas_kernels.selection import Question
 from pallas_kernels.tuning import tables
@@ -23,20 +23,9 @@ from pallas_kernels.tuning.search import tune_all
 from pallas_kernels.workloads import NETWORKS, network
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """End with one line and status 2."""
-        self.exit(2, f"error: {message}\n")
-
-
 def main(arguments: Sequence[str] | None = None, *, description: str | None = None) -> int:
     """Tune what `arguments` ask for, by default the command line's; the exit status."""
-    parser = _Parser(
-        prog="python -m pallas_kernels.tuning",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser("python -m pallas_kernels.tuning", description)
     add = parser.add_argument
     add("--model", required=True, choices=NETWORKS, help="whose layers are tuned")
     add("--batch", type=_positive, help="images; by default the paper's")
@@ -44,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, *, description: str | None = No
     add("--budget", type=_seconds, default=600.0, metavar="SECONDS", help="by default 600")
     add("--again", action="store_true", help="also what the table has")
     add("--json", action="store_true", help="an object for each pass of each shape")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     dtype = options.dtype or ("bfloat16" if launch.platform() == "gpu" else "float32")
     questions = _questions(options.model, options.batch, dtype)
     progress = _Progress()

@@ -1,13 +1,7 @@
 """Arrays for tests, and how far a result is from what it should be."""
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-"""`jax.jit` for a program that runs once: it compiles in half the time, and runs slowly."""
 
 
 def normal(seed, shape, dtype=jnp.float32):

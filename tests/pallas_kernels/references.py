@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.pallas_kernels.arrays import distance, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import distance, float64, normal
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 

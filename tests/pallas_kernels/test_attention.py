@@ -22,7 +22,8 @@ from pallas_kernels import Blocks, attention_kernels, attention_xla, calls
 from pallas_kernels.attention import attention, default_blocks, reference, search_space
 from pallas_kernels.inspect import lowering, query
 from pallas_kernels.inspect.roofline import default_gpu
-from tests.pallas_kernels.arrays import assert_close, distance, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import assert_close, distance, float64, normal
 from tests.pallas_kernels.references import TOLERANCE
 from tests.pallas_kernels.test_transformations import loss, stacked
 

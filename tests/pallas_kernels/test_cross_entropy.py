@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import Blocks
 from pallas_kernels.cross_entropy import cross_entropy, default_blocks, search_space
-from tests.pallas_kernels.arrays import assert_close, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import assert_close, float64, normal
 from tests.pallas_kernels.references import TOLERANCE
 from tests.pallas_kernels.test_kernels import FEW, MANY
 from tests.pallas_kernels.test_meshes import collectives, mesh_of, on

@@ -16,7 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import Blocks, matmul
-from tests.pallas_kernels.arrays import float64, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import float64
 from tests.pallas_kernels.convolutions import cases, forward, transposed
 from tests.pallas_kernels.references import assert_agrees, epilogues, product
 

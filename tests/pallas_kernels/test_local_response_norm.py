@@ -19,7 +19,8 @@ from pallas_kernels.local_response_norm import (
     reference,
     search_space,
 )
-from tests.pallas_kernels.arrays import assert_close, distance, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import assert_close, distance, float64, normal
 from tests.pallas_kernels.references import TOLERANCE
 from tests.pallas_kernels.test_lowering import kernels
 from tests.pallas_kernels.test_meshes import collectives, mesh_of, on

@@ -24,7 +24,8 @@ from pallas_kernels.inspect.compiler import CompilerError, compile_kernel
 from pallas_kernels.inspect.lowering import lower
 from pallas_kernels.inspect.roofline import default_gpu
 from pallas_kernels.matmul_fp8 import default_blocks, matmul_fp8, reference, search_space
-from tests.pallas_kernels.arrays import assert_close, distance, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import assert_close, distance, float64, normal
 from tests.pallas_kernels.references import ACTIVATIONS, TOLERANCE, slope
 from tests.pallas_kernels.test_lowering import kernels
 from tests.pallas_kernels.test_transformations import launches_and_loops

@@ -21,7 +21,8 @@ from pallas_kernels.max_pool import (
     reference,
     search_space,
 )
-from tests.pallas_kernels.arrays import assert_close, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import assert_close, float64, normal
 from tests.pallas_kernels.test_lowering import kernels
 from tests.pallas_kernels.test_meshes import collectives, mesh_of, on
 

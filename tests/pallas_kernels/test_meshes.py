@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import conv2d, conv2d_transpose, matmul
-from tests.pallas_kernels.arrays import assert_close, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import assert_close, float64, normal
 
 GATHERS = ("all-gather", "all-to-all", "collective-permute")
 LAST = P(None, None, None, "data")

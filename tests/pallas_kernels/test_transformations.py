@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Blocks, conv2d, conv2d_transpose, matmul
-from tests.pallas_kernels.arrays import assert_close, float64, normal, quick_jit
+from tests.compiling import quick_jit
+from tests.pallas_kernels.arrays import assert_close, float64, normal
 
 BATCH_LAST = {"layout": "CHWN", "algorithm": "direct_chwn"}
 

@@ -2,10 +2,12 @@
 
 import fnmatch
 import json
+import re
 
 import pytest
 
 from convjax.models.__main__ import main
+from convjax.models.network import Network
 
 # Parameters that evaluation uses, those of auxiliary heads, and GMACs at 224 pixels.
 EXPECTED = {
@@ -79,13 +81,38 @@ def test_the_table_of_one_model_shows_the_towers(capsys):
     assert "60,965,224" in lines["60,965,224"]
 
 
+def test_the_table_of_one_model_ends_with_its_fields(capsys):
+    assert main(["alexnet"]) == 0
+    _, fields = capsys.readouterr().out.split("\n\n")
+    rows = [re.split(r"\s{2,}", line.strip()) for line in fields.splitlines()]
+    assert rows[0] == ["field", "type", "default"]
+    assert ["source", "'paper' | 'archive'", "'paper'"] in rows
+    assert ["kernel_stddev", "float | None", "None"] in rows
+    assert ["widths", "tuple[int, int, int, int, int]", "(96, 256, 384, 384, 256)"] in rows
+    assert ["dtype", "dtype", "float32"] in rows
+    assert main(["resnet50_v1"]) == 0
+    fields = capsys.readouterr().out.split("\n\n")[1]
+    assert "'1x1' | '3x3'" in fields
+    assert "callable" in fields
+
+
+def test_a_summary_finds_the_shapes_once(monkeypatch, capsys):
+    found, shapes = [], Network.shapes
+    monkeypatch.setattr(
+        Network, "shapes", lambda self, images: found.append(1) or shapes(self, images)
+    )
+    assert main(["resnet8_cifar", "--json"]) == 0
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["vgg17"], "error: unknown model 'vgg17'; nearest: vgg"),
         (["alexnet", "--size=51"], "error: images of 51×51 pixels are too small: at least 52×52"),
         (["alexnet", "--size=0"], "error: --size=0 must be at least 1"),
-        (["--sise=3"], "error: unrecognized arguments: --sise=3"),
+        (["--sise=3"], "error: unknown argument --sise; the nearest is --size"),
+        (["alexnet", "zfnet"], "error: unknown argument zfnet\n"),
     ],
 )
 def test_a_typing_error_is_answered_in_one_line(arguments, message, capsys):

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from convjax.models import replace_head
+from tests.compiling import quick_jit
 from tests.convjax.models.families import NARROW, SMALLEST, narrow
-from tests.pallas_kernels.arrays import quick_jit
 
 KEY = jax.random.key(0)
 families = pytest.mark.parametrize("name", NARROW)

@@ -67,6 +67,22 @@ def test_the_forms_differ_in_kernels_and_norms():
     assert "batch_stats" not in paper
 
 
+@pytest.mark.parametrize(
+    ("side", "fields", "least"),
+    [
+        (78, {}, '79×79, or fewer with auxiliary_pool="adaptive"'),
+        (46, {"auxiliary_pool": "adaptive"}, "47×47"),
+        (46, {"auxiliary_heads": False}, "47×47"),
+    ],
+)
+def test_what_would_take_smaller_images_is_named(side, fields, least):
+    images = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
+    with pytest.raises(ValueError, match="too small") as caught:
+        create_model("googlenet", **fields).shapes(images)
+    message = f"images of {side}×{side} pixels are too small: at least {least}"
+    assert str(caught.value) == message
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_names():
     with pytest.raises(ValueError, match="norm='batchnorm' must be one of 'response', 'batch'"):

@@ -13,8 +13,10 @@ from jax.sharding import AxisType
 
 from convjax import create_model
 from convjax.layers import Conv, normal
+from convjax.layers.initialisers import Draw
 from convjax.models import replace_head
 from convjax.models.image_size import Window, check_size
+from tests.convjax.models.families import narrow
 
 KEY = jax.random.key(0)
 IMAGES = jnp.zeros((1, 8, 8, 3))
@@ -132,6 +134,62 @@ def test_another_networks_variables_get_no_new_head():
     wide = create_model("resnet8_cifar", widths=(8, 8, 8))
     with pytest.raises(ValueError, match=r"not the model's variables: .*params/conv1"):
         replace_head(SMALL, wide.init(KEY, IMAGES), KEY, IMAGES)
+
+
+def test_parts_are_drawn_as_the_whole_draws_them():
+    whole, parts = SMALL.init(KEY, IMAGES), SMALL.init_parts(KEY, IMAGES, ("fc",))
+    jax.tree.map(np.testing.assert_array_equal, parts["params"].pop("fc"), whole["params"]["fc"])
+    left = jax.tree.leaves(parts)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in left)
+    assert len(left) == len(jax.tree.leaves(whole)) - 2
+
+
+def test_a_new_head_draws_nothing_else(monkeypatch):
+    variables, drawn = SMALL.init(KEY, IMAGES), []
+    draw = Draw.__call__
+    monkeypatch.setattr(Draw, "__call__", lambda self, key: drawn.append(self) or draw(self, key))
+    replace_head(SMALL, variables, KEY, IMAGES)
+    assert sorted(each.shape for each in drawn) == [(4, 10), (10,)]
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ((1, 8, 8, 1), "images have channels=1, and the variables are for channels=3"),
+        ((1, 8, 8, 4), "images have channels=4, and the variables are for channels=3"),
+    ],
+)
+def test_images_with_other_channels_than_the_variables(images, message):
+    variables = SMALL.init(KEY, IMAGES)
+    for apply in (SMALL.apply, jax.jit(SMALL.apply)):
+        with pytest.raises(ValueError, match=message):
+            apply(variables, jnp.zeros(images))
+
+
+def test_another_networks_variables_and_images_of_another_size():
+    wide = create_model("resnet8_cifar", widths=(8, 8, 8)).init(KEY, IMAGES)
+    with pytest.raises(ValueError, match=r"conv1/kernel has shape \(3, 3, 3, 8\), and images of"):
+        SMALL.apply(wide, IMAGES)
+    alexnet, large = narrow("alexnet"), jnp.zeros((1, 96, 96, 3))
+    with pytest.raises(ValueError, match=r"fc6/kernel has shape \(8, 16\), .* need \(32, 16\)"):
+        jax.eval_shape(alexnet.apply, alexnet.shapes(jnp.zeros((1, 64, 64, 3))), large)
+
+
+@pytest.mark.parametrize("key", [0, None, jnp.int32(0), {"dropout": KEY}], ids=str)
+def test_what_is_no_key(key):
+    with pytest.raises(ValueError, match=r"must be a key, such as jax\.random\.key\(0\)"):
+        SMALL.init(key, IMAGES)
+
+
+def test_a_wrong_field_is_found_out_once(monkeypatch):
+    model, calls = SMALL.clone(stage_sizes=(1,)), []
+    call = nn.Module.init_with_output
+    monkeypatch.setattr(
+        nn.Module, "init_with_output", lambda *args, **kw: calls.append(1) or call(*args, **kw)
+    )
+    with pytest.raises(ValueError, match=r"stage_sizes=\(1,\) and widths=\(4, 4, 4\) must be"):
+        model.init(KEY, IMAGES)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

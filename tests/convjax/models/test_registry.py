@@ -29,8 +29,13 @@ def test_unknown_names_are_answered_with_the_nearest():
 
 
 def test_unknown_fields_are_answered_with_the_nearest():
-    with pytest.raises(ValueError, match="resnet50 has no field 'width'; nearest: widths"):
+    with pytest.raises(ValueError, match="resnet50 has no field 'width'; nearest: widths; all: st"):
         create_model("resnet50", width=(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="'depht'; nearest: depth; all: ") as caught:
+        create_model("vit_b16", depht=3)
+    named = str(caught.value).partition("; all: ")[2].split(", ")
+    assert named[:3] == ["patch_size", "width", "depth"]
+    assert named[-3:] == ["num_classes", "dtype", "backend"]
 
 
 def test_a_negative_number_of_classes():

@@ -9,8 +9,8 @@ import pytest
 
 from convjax import create_model
 from convjax.layers import resize_positions, sincos_positions
+from tests.compiling import quick_jit
 from tests.convjax.models.families import narrow
-from tests.pallas_kernels.arrays import quick_jit
 
 KEY = jax.random.key(0)
 small = partial(narrow, "vit_ti16", patch_size=4)

@@ -206,14 +206,16 @@ def test_positions_without_a_row_for_the_token_get_one_of_zeros(tmp_path):
 def test_networks_that_a_format_has_not(tmp_path):
     path = tmp_path / "a.safetensors"
     refusals = [
-        ("alexnet", "torchvision", {}, "torchvision has no form for AlexNet"),
-        ("vgg13", "timm", {}, "timm has no form for VGG"),
-        ("preact", "torchvision", {}, "torchvision has no form for PreActResNet"),
+        ("alexnet", "torchvision", {}, "^torchvision has no form for AlexNet$"),
+        ("vgg13", "timm", {}, "^timm has no form for VGG$"),
+        ("preact", "torchvision", {}, "^torchvision has no form for PreActResNet$"),
         ("googlenet", "torchvision", {"large_size": 5}, "3×3 kernels in its third branch only"),
         ("vit_map", "torchvision", {}, "torchvision has class_token, and the network no"),
         ("vit_qk_norm", "torchvision", {}, "torchvision has no name for .*query_norm/scale"),
         ("vit_norm_pooled", "big_vision", {}, "norm_pooled=True: big_vision has no norm after"),
         ("resnet50", "torchvision", {"strided_layer": "1x1"}, "strided_layer='1x1': torchvision"),
+        ("resnet18", "timm", {"shortcut": "none"}, "has no form for a ResNet with shortcut='none'"),
+        ("resnet18", "timm", {"stem": "cifar"}, "for a ResNet whose conv1 is 3×3, only for 7×7"),
     ]
     for name, form, fields, message in refusals:
         model, variables = small(name, **fields)
@@ -224,6 +226,32 @@ def test_networks_that_a_format_has_not(tmp_path):
     model, variables = small("alexnet")  # whose layers have the names of alexnet_owt's
     with pytest.raises(ValueError, match="torchvision has no form for these variables"):
         save_weights(variables, path, target="torchvision")
+
+
+@pytest.mark.parametrize("form", ["torchvision", "timm"])
+@pytest.mark.parametrize("name", ["plain20_cifar", "resnet20_cifar"])
+def test_networks_for_small_images_have_no_form_of_torchs(tmp_path, name, form):
+    path, model = tmp_path / "a.pth", create_model(name)
+    variables = model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    for given in (model, None):
+        with pytest.raises(ValueError, match=f"^{form} has no form for a ResNet whose conv1 is"):
+            save_weights(variables, path, target=form, model=given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_networks_are_known_by_their_variables(tmp_path):
+    _, variables = small("resnet18", shortcut="none")
+    with pytest.raises(ValueError, match="a ResNet with shortcut='none', only with 'projection'"):
+        save_weights(variables, tmp_path / "a.pth", target="torchvision")
+
+
+@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+def test_a_folder_that_is_not_there_is_named_and_not_a_hidden_file(tmp_path, ending):
+    _, variables = small("resnet18")
+    path = tmp_path / "gone" / f"a{ending}"
+    with pytest.raises(FileNotFoundError) as caught:
+        save_weights(variables, path, target="torchvision")
+    assert str(caught.value) == f"[Errno 2] No such file or directory: '{path}'"
 
 
 def test_wrong_arguments(tmp_path, unchecked):
@@ -239,6 +267,8 @@ def test_wrong_arguments(tmp_path, unchecked):
         load_weights(model, path, source="keras")
     with pytest.raises(ValueError, match="head='old' must be 'file' or 'new'"):
         load_weights(model, path, source="timm", head="old")
+    with pytest.raises(ValueError, match=r"key=0 must be a key, such as jax.random.key\(0\)"):
+        load_weights(model, path, source="timm", head="new", key=0)
     with pytest.raises(ValueError, match="image_size=0 must be at least 1"):
         load_weights(model, path, source="timm", image_size=0)
     with pytest.raises(ValueError, match=r"a.h5 must end in .safetensors, .npz or one of .pth"):

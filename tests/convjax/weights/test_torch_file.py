@@ -140,6 +140,28 @@ def test_every_truncation_is_a_clear_error(tmp_path, name):
             read_torch(path)
 
 
+ZIP, LEGACY = ((FILES / f"{name}.pth").read_bytes() for name in ("zip", "legacy"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is empty"),
+        (ZIP[:-1], "the zip archive is cut off"),
+        (ZIP[: len(ZIP) // 2], "the zip archive is cut off"),
+        (LEGACY[:200], "it ends within a pickle"),
+        (b"hello world", "the pickle is damaged before byte 2"),
+    ],
+    ids=["empty", "zip", "half a zip", "legacy", "text"],
+)
+def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, content, reason):
+    path = tmp_path / "a.pth"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        read_torch(path)
+    assert str(caught.value) == f"{path} cannot be read as weights of torch: {reason}"
+
+
 @pytest.mark.parametrize("name", ["zip", "legacy"])
 def test_a_flipped_byte_gives_values_or_a_clear_error(tmp_path, name):
     whole = (FILES / f"{name}.pth").read_bytes()
