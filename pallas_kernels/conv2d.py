@@ -31,6 +31,7 @@ from pallas_kernels.conv2d_algorithms import Algorithm, Convolution, Kernel, Lay
 from pallas_kernels.epilogue import Activation
 from pallas_kernels.launch import Backend
 from pallas_kernels.taps import Direction
+from pallas_kernels.transformations import typed
 from pallas_kernels.windows import Padding, Pair
 
 
@@ -245,14 +246,22 @@ def _with_epilogue(
         plan = conv2d_xla.plan(convolution, algorithm if backend == "xla" else None, call)
         adjoint = direction == "transposed"
         compute = conv2d_xla.convolve_transpose if adjoint else conv2d_xla.convolve
-        return epilogue.apply(
-            compute(source, w, convolution, plan),
-            bias=bias,
-            residual=residual,
-            activation=activation,
-            out_dtype=out_dtype,
-            channel_axis=layout.index("C"),
+        terms = {"bias": bias, "residual": residual}
+        given = {name: term for name, term in terms.items() if term is not None}
+
+        def whole(source: Array, w: Array, *terms: Array) -> Array:
+            return epilogue.apply(
+                compute(source, w, convolution, plan),
+                **{"bias": None, "residual": None, **dict(zip(given, terms, strict=True))},
+                activation=activation,
+                out_dtype=out_dtype,
+                channel_axis=layout.index("C"),
+            )
+
+        axes = conv2d_kernels.named_axes(
+            convolution, direction, biased=bias is not None, added=residual is not None
         )
+        return typed(whole, [source, w, *given.values()], *axes, sizes={"g": convolution.groups})
     return conv2d_kernels.convolve(
         source, w, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype,
         convolution=convolution, direction=direction, algorithm=algorithm, blocks=blocks,

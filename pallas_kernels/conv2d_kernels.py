@@ -134,21 +134,28 @@ def convolve(
         direction, activation, biased=bias is not None, added=residual is not None, call=call,
     )  # fmt: skip
     terms = [term for term in (bias, residual) if term is not None]
-    names = {"N": "b", "H": "h", "W": "w"}
-    c, o = ("c", "o") if groups == 1 else ("g", "g")
+    return typed(
+        partial(_convolve, problem, algorithm, convolution),
+        [source, w, *terms],
+        *named_axes(convolution, direction, biased=problem.biased, added=problem.added),
+        sizes={"g": groups},
+    )
+
+
+def named_axes(
+    convolution: Convolution, direction: Direction, *, biased: bool, added: bool
+) -> tuple[list[str], str]:
+    """The axes of the operands (images, kernel, bias, residual) and of the result, for `typed`."""
+    names, layout = {"N": "b", "H": "h", "W": "w"}, convolution.layout
+    c, o = ("c", "o") if convolution.groups == 1 else ("g", "g")
     inner, outer = (c, o) if direction == "forward" else (o, c)
     images = [
         " ".join({**names, "C": channels}[axis] for axis in layout) for channels in (inner, outer)
     ]
     out = images[1].replace("h", "p").replace("w", "q")
-    weights = f"i j {'c' if groups == 1 else '_'} {o}"
-    return typed(
-        partial(_convolve, problem, algorithm, convolution),
-        [source, w, *terms],
-        [images[0], weights, *[outer] * problem.biased, *[out] * problem.added],
-        " ".join("_" if axis in "pq" else axis for axis in out.split(" ")),
-        sizes={"g": groups},
-    )
+    weights = f"i j {'c' if convolution.groups == 1 else '_'} {o}"
+    operands = [images[0], weights, *[outer] * biased, *[out] * added]
+    return operands, " ".join("_" if axis in "pq" else axis for axis in out.split(" "))
 
 
 def _check_blocks(blocks: Blocks | None, algorithm: Algorithm) -> None:

@@ -50,7 +50,7 @@ def convolve(x: Array, w: Array, convolution: Convolution, plan: Plan) -> Array:
 
 
 # Keeps its operands for the backward pass, not the copies that an algorithm makes of them.
-_run_keeping_operands = jax.checkpoint(run, static_argnums=(0, 3, 4))
+_run_keeping_operands = jax.checkpoint(run, static_argnums=(0, 3, 4, 5))
 
 
 @partial(convolve.defjvp, symbolic_zeros=True)
@@ -62,10 +62,10 @@ def _convolve_jvp(convolution, plan, primals, tangents):
     terms = []
     if not isinstance(dx, SymbolicZero):
         algorithm = plan.algorithm("input_gradient", convolution)
-        terms.append(_run_keeping_operands(algorithm, dx, w, convolution, x.dtype))
+        terms.append(_run_keeping_operands(algorithm, dx, w, convolution, x.dtype, "x"))
     if not isinstance(dw, SymbolicZero):
         algorithm = plan.algorithm("kernel_gradient", convolution)
-        terms.append(_run_keeping_operands(algorithm, x, dw, convolution, x.dtype))
+        terms.append(_run_keeping_operands(algorithm, x, dw, convolution, x.dtype, "w"))
     return y, reduce(add, terms).astype(y.dtype)
 
 
@@ -76,8 +76,9 @@ def convolve_transpose(y: Array, w: Array, convolution: Convolution, plan: Plan)
     size |= {"H": rows.extent, "W": columns.extent}
     x = jax.ShapeDtypeStruct(tuple(size[axis] for axis in convolution.layout), y.dtype)
     algorithm = plan.algorithm("input_gradient", convolution)
-    forward = partial(run, algorithm, w=w, convolution=convolution, dtype=y.dtype)
-    (result,) = jax.linear_transpose(lambda x: forward(x), x)(y)
+    (result,) = jax.linear_transpose(
+        lambda x: run(algorithm, x, w, convolution, y.dtype, transposed="x"), x
+    )(y)
     return result.astype(jnp.promote_types(y.dtype, jnp.float32))
 
 

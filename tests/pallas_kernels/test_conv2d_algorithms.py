@@ -1,8 +1,13 @@
-"""Which algorithm is chosen where."""
+"""Which algorithm is chosen where, and what XLA is given of the one that is its own."""
 
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels import windows
+from pallas_kernels import conv2d, windows
 from pallas_kernels.conv2d_algorithms import Algorithms, Convolution, default_algorithms
 
 
@@ -45,3 +50,45 @@ def test_each_pass_has_its_own_algorithm_on_a_cpu(layer, expected):
 def test_accelerators_get_their_own_convolution_except_for_patches(layer, platform):
     algorithm = "patches" if layer == "ViT" else "direct"
     assert default_algorithms(LAYERS[layer], platform) == Algorithms(*[algorithm] * 3)
+
+
+FAST_ON_A_CPU = "b01f_01io->b01f"
+
+
+def orders(program):
+    """The orders of axes of the convolutions that XLA has in the end."""
+    return re.findall(r"dim_labels=(\S+?),? ", program.as_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 3),
+        ({"layout": "NCHW"}, 3),
+        ({"dilation": (2, 1)}, 3),
+        ({"groups": 2}, 6),
+        ({"strides": (2, 2), "padding": ((5, 4), (5, 4))}, 3),
+    ],
+)
+def test_in_a_loop_too_a_cpu_convolves_in_its_fast_order(options, count):
+    x, w = jnp.ones((4, 8, 8, 8)), jnp.ones((3, 3, 3, 8 // options.get("groups", 1), 8))
+
+    def scanned(x, w):
+        layer = lambda x, w: (jnp.tanh(conv2d(x, w, algorithm="direct", **options)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    program = jax.jit(jax.grad(scanned, argnums=(0, 1))).lower(x, w).compile()
+    assert orders(program) == [FAST_ON_A_CPU] * count
+
+
+def test_a_loop_has_the_gradients_of_its_layers_one_after_another():
+    x = jax.random.normal(jax.random.key(0), (4, 8, 8, 8))
+    w = 0.2 * jax.random.normal(jax.random.key(1), (2, 3, 3, 8, 8))
+
+    def layer(x, w):
+        return jnp.tanh(conv2d(x, w)), None
+
+    looped = jax.grad(lambda x, w: jnp.sum(jax.lax.scan(layer, x, w)[0]), argnums=(0, 1))
+    apart = jax.grad(lambda x, w: jnp.sum(layer(layer(x, w[0])[0], w[1])[0]), argnums=(0, 1))
+    for got, want in zip(jax.jit(looped)(x, w), jax.jit(apart)(x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
