@@ -3,6 +3,8 @@
     load_source("fashion_mnist_small", "train")    # shipped with the package
     load_source("fashion_mnist", "train")          # Debian's package dataset-fashion-mnist
     load_source("digits", "test")                  # scikit-learn's
+    load_source("colour_patches", "train")         # of photographs that come with packages
+    load_source("patches:/data/holiday", "train")  # of the photographs in a folder
     load_source("folder:/data/flowers", "train")   # a folder of class folders
     load_source("tfds:imagenet2012", "validation") # prepared by tensorflow-datasets
 
@@ -74,8 +76,8 @@ def load_source(name: str, split: str, *, data_dir: str | Path | None = None) ->
     """Open one split of a named set.
 
     Args:
-      name: `fashion_mnist_small`, `fashion_mnist`, `digits`, `folder:PATH`, `tfds:NAME`, or the
-        bare NAME of a set that tensorflow-datasets knows.
+      name: `fashion_mnist_small`, `fashion_mnist`, `digits`, `colour_patches`, `patches:PATH`,
+        `folder:PATH`, `tfds:NAME`, or the bare NAME of a set that tensorflow-datasets knows.
       split: `train` or `test`; `validation` where the set has it.
       data_dir: where to look for `fashion_mnist` or a prepared tensorflow-datasets set, in place
         of their usual folders.
@@ -86,7 +88,7 @@ def load_source(name: str, split: str, *, data_dir: str | Path | None = None) ->
     """
     folder = None if data_dir is None else Path(data_dir).expanduser()
     kind, _, rest = name.partition(":")
-    if folder and (name in _SHIPPED or kind == "folder"):
+    if folder and (name in _SHIPPED or kind in ("folder", "patches")):
         raise ValueError(f"data_dir={str(folder)!r} has no meaning for {name}: leave it out")
     if name in _SHIPPED:
         return _SHIPPED[name](split)
@@ -94,6 +96,10 @@ def load_source(name: str, split: str, *, data_dir: str | Path | None = None) ->
         return _fashion_mnist(split, folder)
     if kind == "folder" and rest:
         return FolderSource(Path(rest).expanduser(), split)
+    if kind == "patches" and rest:
+        from convjax.data.patches import folder_patches  # it builds on what is here
+
+        return folder_patches(Path(rest).expanduser(), split)
     from convjax.data import tfds  # a second of imports that other sets need not wait for
 
     if kind == "tfds" and rest:
@@ -106,7 +112,7 @@ def load_source(name: str, split: str, *, data_dir: str | Path | None = None) ->
     raise ValueError(
         f"unknown source {name!r}; "
         + (f"did you mean {', '.join(near)}? " if near else "")
-        + f"There are {', '.join(built_in)}, folder:PATH and tfds:NAME"
+        + f"There are {', '.join(built_in)}, folder:PATH, patches:PATH and tfds:NAME"
     )
 
 
@@ -287,7 +293,14 @@ def _digits(split: str) -> ArraySource:
     return ArraySource(images[chosen], labels[chosen], tuple("0123456789"))
 
 
+def _colour_patches(split: str) -> ArraySource:
+    from convjax.data.patches import colour_patches  # it builds on what is here
+
+    return colour_patches(split)
+
+
 _SHIPPED: dict[str, Callable[[str], ArraySource]] = {
     "fashion_mnist_small": _fashion_mnist_small,
     "digits": _digits,
+    "colour_patches": _colour_patches,
 }
