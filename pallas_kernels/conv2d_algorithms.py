@@ -217,6 +217,10 @@ ALGORITHMS: dict[Algorithm, Callable[[Array, Array, Convolution, DTypeLike], Arr
 """Those of XLA."""
 
 
+_FEW = 4
+"""Groups that are worth a call of cuDNN each; AlexNet has two."""
+
+
 def run(
     algorithm: Algorithm,
     x: Float[Array, "_ _ _ _"],
@@ -231,26 +235,28 @@ def run(
     is the same, and the transpose is fast.
 
     Groups are convolutions side by side, except for `direct` where XLA is good at them and for
-    `shifted` where they are depthwise. (On a CPU, XLA's grouped convolution runs at 10 GFLOP/s
-    where one for each group runs at 60.)
+    `shifted` where they are depthwise. On a CPU, XLA's grouped convolution runs at 10 GFLOP/s
+    where one for each group runs at 60. On GPUs it is not split over devices by its images: each
+    gathers all of them, in either pass. So a few groups are side by side there too.
     """
     compute = ALGORITHMS[algorithm]
     if algorithm == "direct":
         compute = partial(_direct, transposed=transposed)
-    if algorithm == "direct" and (convolution.depthwise or launch.platform() != "cpu"):
-        return compute(x, w, convolution, dtype)
     layout, groups = convolution.layout, convolution.groups
-    nhwc = replace(convolution, layout="NHWC")
-    x = _reorder(x, layout, "NHWC")
+    on_gpu = launch.platform() != "cpu"
+    if algorithm == "direct" and (convolution.depthwise or (on_gpu and not 1 < groups <= _FEW)):
+        return compute(x, w, convolution, dtype)
+    order = layout if algorithm == "direct" and on_gpu else "NHWC"
+    ordered = replace(convolution, layout=order)
+    x = _reorder(x, layout, order)
     if groups == 1 or (algorithm == "shifted" and convolution.depthwise):
-        y = compute(x, w, nhwc, dtype)
+        y = compute(x, w, ordered, dtype)
     else:
-        one = replace(
-            nhwc, c_in=convolution.c_in // groups, c_out=convolution.c_out // groups, groups=1
-        )
-        parts = zip(jnp.split(x, groups, axis=-1), jnp.split(w, groups, axis=-1), strict=True)
-        y = jnp.concatenate([compute(*part, one, dtype) for part in parts], axis=-1)
-    return _reorder(y, "NHWC", layout)
+        c_in, c_out, channels = convolution.c_in, convolution.c_out, order.index("C")
+        one = replace(ordered, c_in=c_in // groups, c_out=c_out // groups, groups=1)
+        parts = zip(jnp.split(x, groups, channels), jnp.split(w, groups, -1), strict=True)
+        y = jnp.concatenate([compute(*part, one, dtype) for part in parts], channels)
+    return _reorder(y, order, layout)
 
 
 def refusal(algorithm: Algorithm, convolution: Convolution) -> str | None:

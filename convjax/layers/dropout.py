@@ -1,5 +1,7 @@
 """Noise while training: dropout of single values, and of whole branches."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -11,9 +13,16 @@ class Dropout(nn.Module):
 
     Hinton et al., 2012, arXiv:1207.0580. It is scaled while training, so that evaluation does
     nothing; the paper halved the outputs of trained networks instead.
+
+    Attributes:
+      rate: the share of values that become 0.
+      axis: inside a `jax.shard_map`, the mesh's axis over which the last dimension of x is split.
+        Rows are split over all other axes over which x varies. Devices then drop what one device
+        would drop of the whole.
     """
 
     rate: float
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b *rest"], train: bool) -> Float[Array, "b *rest"]:
@@ -26,7 +35,9 @@ class Dropout(nn.Module):
             raise ValueError(f"dropout={self.rate} must lie in [0, 1)")
         if not train or self.rate == 0 or self.is_initializing():
             return x
-        return _drop(x, self.rate, noise_key(self, f"dropout={self.rate}"), x.shape)
+        key = noise_key(self, f"dropout={self.rate}")
+        keep = _kept if self.axis is None else partial(_kept_here, x, self.axis)
+        return _drop(x, self.rate, keep(key, self.rate, x.shape))
 
 
 def drop_branch(
@@ -36,7 +47,7 @@ def drop_branch(
 
     For the branch of a residual block, which is then left out (Huang et al., arXiv:1603.09382).
     """
-    return _drop(x, rate, key, (x.shape[0],) + (1,) * (x.ndim - 1))
+    return _drop(x, rate, _kept(key, rate, (x.shape[0],) + (1,) * (x.ndim - 1)))
 
 
 def noise_key(module: nn.Module, asked_by: str) -> Array:
@@ -53,7 +64,22 @@ def noise_key(module: nn.Module, asked_by: str) -> Array:
     return module.make_rng("dropout")
 
 
-def _drop(x: Array, rate: float | Float[Array, ""], key: Array, shape: tuple[int, ...]) -> Array:
-    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
+def _kept(key: Array, rate: float | Float[Array, ""], shape: tuple[int, ...]) -> Array:
+    return jax.random.bernoulli(key, 1.0 - rate, shape)
+
+
+def _kept_here(x: Array, axis: str, key: Array, rate: float, shape: tuple[int, ...]) -> Array:
+    """This device's part of what is kept of the whole array, of which x is a part."""
+    varying = jax.typeof(x).manual_axis_type.varying - {axis}
+    rows = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in varying)
+    whole = (shape[0] * jax.lax.axis_size(rows), *shape[1:-1], shape[-1] * jax.lax.axis_size(axis))
+    # XLA draws only the numbers of the slice: each is a function of the key and of its place.
+    kept = _kept(key, rate, whole)
+    start = jax.lax.axis_index(rows) * shape[0] if rows else 0
+    kept = jax.lax.dynamic_slice_in_dim(kept, start, shape[0], 0)
+    return jax.lax.dynamic_slice_in_dim(kept, jax.lax.axis_index(axis) * shape[-1], shape[-1], -1)
+
+
+def _drop(x: Array, rate: float | Float[Array, ""], keep: Array) -> Array:
     scaled = x / jnp.asarray(1.0 - rate, x.dtype).reshape((1,) * x.ndim)
     return jnp.where(keep, scaled, jnp.zeros_like(x))

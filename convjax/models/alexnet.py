@@ -21,13 +21,18 @@ Both start with biases of 1 in conv2, conv4, conv5 and the hidden dense layers, 
 Images of 224 pixels fit because the code rounds up: conv1 is padded after its last pixels until
 strides of 4 come out even, so that 224 gives the 55×55 of the paper's figure, as 227 does.
 
-Not here: PCA colour noise is data augmentation; the paper's momentum rule is the optimiser's. The
-split over devices is the layer's `groups` here, and the same arithmetic.
+On one device the split is `groups`. With `tower_axis`, inside `jax.shard_map`, each device has one
+tower, and where the paper's figure crosses from one GPU to the other, at conv3, fc6, fc7 and fc8,
+a gather stands before the layer. The parameters and the numbers are the same; see
+`convjax.sharding.Towers`.
+
+Not here: PCA colour noise is data augmentation; the paper's momentum rule is the optimiser's.
 """
 
 from functools import partial
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype
@@ -65,6 +70,8 @@ class AlexNet(Network):
         network learns nothing from 0.01.
       dropout: of fc6's and fc7's outputs.
       num_classes: 0 gives the features of fc7.
+      tower_axis: inside `jax.shard_map`, the mesh's axis over which the towers lie, one a device;
+        parameters are then those of the device's own tower, and fc8's are whole.
     """
 
     paper: ClassVar[Paper] = Paper(
@@ -85,6 +92,7 @@ class AlexNet(Network):
     kernel_stddev: float | None = None
     dropout: float = 0.5
     num_classes: int = 1000
+    tower_axis: str | None = None
     dtype: Dtype = jnp.float32
     backend: Backend = "auto"
 
@@ -95,20 +103,22 @@ class AlexNet(Network):
         """Images [b, h, w, c] → logits [b, num_classes] in `dtype`; training needs a dropout key.
 
         Raises:
-          ValueError: an unknown source, or images of less than 52 pixels (of 224 in the paper).
+          ValueError: an unknown source, images of less than 52 pixels (of 224 in the paper), or a
+            `tower_axis` that is not one of `towers` devices.
         """
         check_names(source=(self.source, Source))
+        self._check_tower_axis()
         pool = Window(3, 2, ceil_mode=True)
         stem = Window(self.stem_size, self.stem_strides, ceil_mode=True)
         check_size(images, stem, pool, pool, pool)
         archive = self.source == "archive"
         conv = partial(Conv, activation="relu", dtype=self.dtype, backend=self.backend)
-        own = partial(conv, groups=self.towers, bias_init=constant(1.0))
+        own = partial(conv, groups=self._towers_here(), bias_init=constant(1.0))
         before_pool = None if archive else "relu"
         stddev = self.kernel_stddev
         narrow = normal(0.01 if stddev is None else stddev)
         wide = normal(0.03) if archive and stddev is None else narrow
-        c1, c2, c3, c4, c5 = self.widths
+        c1, c2, c3, c4, c5 = map(self._here, self.widths)
 
         size, strides = (self.stem_size, self.stem_size), (self.stem_strides, self.stem_strides)
         conv1 = partial(conv, activation=before_pool, kernel_init=narrow, name="conv1")
@@ -118,21 +128,56 @@ class AlexNet(Network):
         x = own(c2, (5, 5), padding=2, kernel_init=narrow, name="conv2")(x)
         x = self._response_norm(x)
         x = self._pool(pixel_response_norm(x) if archive else x)
-        x = conv(c3, (3, 3), padding=1, kernel_init=wide, name="conv3")(x)
+        x = conv(c3, (3, 3), padding=1, kernel_init=wide, name="conv3")(self._both(x, "conv3"))
         x = own(c4, (3, 3), padding=1, kernel_init=wide, name="conv4")(x)
         conv5 = partial(own, activation=before_pool, kernel_init=wide, name="conv5")
         x = self._pool(conv5(c5, (3, 3), padding=1)(x))
         x = nn.relu(x) if archive else x
-        return self._classifier(x.reshape(len(x), -1), narrow, train)
+        return self._classifier(self._both(x, "fc6"), narrow, train)
 
     def _classifier(
-        self, x: Float[Array, "b pixels"], kernel_init: Initialiser, train: bool
+        self, x: Float[Array, "b h w c"], kernel_init: Initialiser, train: bool
     ) -> Array:
         dense = partial(Dense, kernel_init=kernel_init, dtype=self.dtype, backend=self.backend)
-        hidden = partial(dense, self.dense_width, activation="relu", bias_init=constant(1.0))
-        x = Dropout(self.dropout, name="dropout6")(hidden(name="fc6")(x), train)
-        x = Dropout(self.dropout, name="dropout7")(hidden(name="fc7")(x), train)
+        units = self._here(self.dense_width)
+        hidden = partial(dense, units, activation="relu", bias_init=constant(1.0))
+        dropout = partial(Dropout, self.dropout, None if self._is_whole() else self.tower_axis)
+        x = dropout(name="dropout6")(hidden(name="fc6")(x.reshape(len(x), -1)), train)
+        x = dropout(name="dropout7")(hidden(name="fc7")(self._both(x, "fc7")), train)
+        x = self._both(x, "fc8", to="invarying")  # both compute all classes
         return x if self.num_classes == 0 else dense(self.num_classes, name="fc8")(x)
+
+    def _both(
+        self,
+        x: Float[Array, "b *rest"],
+        reader: str,
+        to: Literal["varying", "invarying"] = "varying",
+    ) -> Array:
+        """The channels of both towers, which the layer `reader` reads: here devices talk."""
+        if self._is_whole():
+            return x
+        with jax.named_scope(reader):
+            return jax.lax.all_gather(x, self.tower_axis, axis=x.ndim - 1, tiled=True, to=to)
+
+    def _check_tower_axis(self) -> None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if self._is_whole() or mesh.shape.get(str(self.tower_axis)) == self.towers:
+            return
+        raise ValueError(
+            f"tower_axis={self.tower_axis!r} must be an axis of {self.towers} devices around this "
+            "call, in jax.shard_map: see convjax.sharding.Towers"
+        )
+
+    def _is_whole(self) -> bool:
+        """Whether all towers are on this device; their parameters are drawn as if they were."""
+        return self.tower_axis is None or self.is_initializing()
+
+    def _towers_here(self) -> int:
+        return self.towers if self._is_whole() else 1
+
+    def _here(self, width: int) -> int:
+        """Of `width` filters or units, those on this device."""
+        return width * self._towers_here() // self.towers
 
     def _rounded_up(self, images: Array) -> tuple[tuple[int, int], tuple[int, int]]:
         """Padding after the last pixels, under which the strides of conv1 come out even."""
@@ -145,7 +190,7 @@ class AlexNet(Network):
     def _response_norm(self, x: Float[Array, "b h w c"]) -> Array:
         convention = self.source if self.response_norm is None else self.response_norm
         return local_response_norm(
-            x, convention=convention, groups=self.towers, backend=self.backend
+            x, convention=convention, groups=self._towers_here(), backend=self.backend
         )
 
     def _pool(self, x: Float[Array, "b h w c"]) -> Array:

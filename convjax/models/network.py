@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from convjax.layers.initialisers import Draw, declaring, fold_in
@@ -113,10 +114,15 @@ class Network(nn.Module):
     ) -> Any:
         """`flax.linen.Module.apply`.
 
+        Of arrays whose types say how they are split (a mesh with explicit axes), logits are split
+        as the images are, and collections that change are whole; inside, XLA decides.
+
         Raises:
           ValueError: the variables are of images with other channels, or of another network.
         """
         try:
+            if "method" not in options and (mesh := _explicit_mesh((variables, args))):
+                return self._apply_inside(mesh, variables, *args, **options)
             return nn.Module.apply(self, variables, *args, **options)
         except ScopeParamShapeError as error:
             images = args[0] if args else options.get("images")
@@ -124,6 +130,29 @@ class Network(nn.Module):
                 raise
             wanted = self.shapes(jax.ShapeDtypeStruct(images.shape, images.dtype))
             raise ValueError(_misfit(wanted, variables, images)) from error
+
+    @nn.nowrap
+    def _apply_inside(
+        self,
+        mesh: AbstractMesh,
+        variables: Any,
+        images: Float[Array, "b h w c"],
+        *args: Any,
+        rngs: Any = None,
+        mutable: Any = False,
+        **options: Any,
+    ) -> Any:
+        """`apply` with the axes of an explicit mesh left to XLA until the logits."""
+
+        def inside(variables: Any, images: Array, rngs: Any) -> Any:
+            options_here = {**options, "rngs": rngs, "mutable": mutable}
+            return nn.Module.apply(self, variables, images, *args, **options_here)
+
+        rows = PartitionSpec(*jax.typeof(images).sharding.spec[:1])
+        out = rows if mutable is False else (rows, PartitionSpec())
+        with jax.sharding.use_abstract_mesh(mesh):
+            split: Any = jax.sharding.auto_axes(inside, out_sharding=out)
+            return split(variables, images, rngs)
 
     @nn.nowrap
     def _declared(self, rngs: Any, images: Any, options: dict[str, Any]) -> PyTree[Draw] | None:
@@ -171,6 +200,16 @@ def _drawn(variables: PyTree, rngs: Any, parts: tuple[str, ...]) -> PyTree:
         return leaf(fold_in(key, zlib.crc32(name.encode()))) if _is_draw(leaf) else leaf
 
     return jax.tree.map_with_path(drawn, variables, is_leaf=_is_draw)
+
+
+def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
+    """The mesh of the first array that lies on one with explicit axes."""
+    for array in jax.tree.leaves(arrays):
+        if isinstance(array, jax.Array):
+            mesh = jax.typeof(array).sharding.mesh
+            if mesh.explicit_axes:
+                return mesh
+    return None
 
 
 def _misfit(wanted: PyTree, variables: PyTree, images: Array) -> str:

@@ -1,10 +1,13 @@
 """Where a run can be continued from: Orbax checkpoints that prove themselves whole.
 
 A checkpoint holds the whole TrainState and, as JSON, the rest of the run's memory (`Progress`),
-with a checksum over the bytes of both. Orbax writes it in the background into a temporary folder
+with a checksum over both. Orbax writes it in the background into a temporary folder
 that becomes `checkpoints/STEP` by one rename, and deletes old ones only after that; so a run that
 is killed, or whose disk fills up, leaves only whole ones and folders that the next start clears.
 What a disk damages later fails the checksum, and the checkpoint before it is used.
+
+Of several processes each writes and reads what its devices hold, in one folder that all of them
+see, and all call everything here together. How a state was split is no part of a checkpoint.
 """
 
 import contextlib
@@ -22,9 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from convjax.training.errors import DamagedError, RunError, one_line
+from convjax.training.fingerprint import fingerprint
+from convjax.training.processes import agreed, exchange, is_first
 from convjax.training.state import TrainState
 from convjax.training.workdir import writing
 
@@ -53,7 +59,7 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of one run, for the one process that writes them."""
+    """The checkpoints of one run, for the one command that writes them."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
         """Open the folder, made where there is none, and clear what was left half-written.
@@ -71,22 +77,27 @@ class Checkpoints:
             preservation_policy=self._policy, cleanup_tmp_directories=True
         )
         _let_errors_be_said_once()
+        with agreed(), _refusals_named(self._directory):
+            if is_first():
+                self._directory.mkdir(parents=True, exist_ok=True)
         with _refusals_named(self._directory):
             self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(self, state: TrainState, progress: Progress) -> None:
         """Copy the state and write it in the background; waits for the save before it, if need be.
 
+        The next step may consume the state: jax leaves memory alone that Orbax still reads.
+
         Raises:
           RunError: a number in the state is not finite, or this or the last save failed.
         """
-        host_state = jax.device_get(state)
-        _check_finite(host_state)
+        with agreed():
+            _check_finite(state, progress.step)
         values = dataclasses.asdict(progress)
-        values["checksum"] = _checksum(host_state, values)
+        values["checksum"] = _checksum(fingerprint(state), values)
         self._policy.best_step = progress.best_step
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(host_state), progress=ocp.args.JsonSave(values)
+            state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(values)
         )
         with _refusals_named(self._directory):
             self._manager.save(progress.step, args=items, force=True)
@@ -125,7 +136,8 @@ def read_checkpoint(directory: Path, step: int, like: TrainState) -> tuple[Train
     Args:
       directory: holds one folder a checkpoint.
       step: which of them.
-      like: a state of the same shapes and dtypes, which may be abstract.
+      like: a state of the same shapes and dtypes, which may be abstract; the result lies where
+        its arrays do.
 
     Raises:
       DamagedError: it is not what was saved, or of another network.
@@ -135,23 +147,14 @@ def read_checkpoint(directory: Path, step: int, like: TrainState) -> tuple[Train
     if not path.is_dir():
         there = ", ".join(map(str, saved_steps(directory))) or "none"
         raise RunError(f"no checkpoint of step {step} in {directory}; there are: {there}")
-    host_like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-    items = ocp.args.Composite(
-        state=ocp.args.StandardRestore(host_like), progress=ocp.args.JsonRestore()
-    )
-    _let_errors_be_said_once()
-    try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            restored = checkpointer.restore(path, args=items)
-        values = restored["progress"]
-        if values.pop("checksum") != _checksum(restored["state"], values):
+    with agreed(), _damage_named(path):
+        state, values = _read(path, like)
+    with agreed(), _damage_named(path):
+        found = fingerprint(state, every_copy=True)
+        if values.pop("checksum") != _checksum(found, values):
             raise ValueError("the checksum differs")
         values["window"] = tuple(values["window"])
-        return jax.device_put(restored["state"]), Progress(**values)
-    except (PermissionError, MemoryError) as error:
-        raise RunError(f"cannot read checkpoint {path}: {one_line(error)}") from error
-    except Exception as error:  # Orbax and TensorStore raise whatever the damage leads them to
-        raise DamagedError(f"checkpoint {path} is damaged: {one_line(error)}") from error
+        return state, Progress(**values)
 
 
 def read_newest(
@@ -171,7 +174,8 @@ def read_newest(
       RunError: there are checkpoints, and all are damaged; none is renamed.
     """
     damaged: dict[int, str] = {}
-    for step in reversed(saved_steps(directory)):
+    steps = map(int, exchange(" ".join(map(str, saved_steps(directory))))[0].split())
+    for step in reversed(list(steps)):
         try:
             restored = read_checkpoint(directory, step, like())
         except DamagedError as error:
@@ -179,7 +183,9 @@ def read_newest(
             continue
         for each, problem in damaged.items():
             report(f"{problem}; continuing from step {step}")
-            _set_aside(directory, each)
+            with agreed():
+                if is_first():
+                    _set_aside(directory, each)
         return restored
     if damaged:
         raise RunError(f"no checkpoint in {directory} is whole; {'; '.join(damaged.values())}")
@@ -217,11 +223,14 @@ def _refusals_named(directory: Path) -> Iterator[None]:
         ) from error
 
 
+_ECHOES = ("Event loop is closed", "Encountered error while reading array index")
+
+
 def _let_errors_be_said_once() -> None:
     """Keep Orbax's threads from printing tracebacks of an error that is raised here as well.
 
     Each of them logs it; and as Orbax closes its event loop at the first failure, every read or
-    write of TensorStore's that is still under way complains of that in its turn.
+    write of TensorStore's that is still under way complains of that in its turn, or of its own end.
     """
     logger = logging.getLogger("absl")
     if _is_no_raised_error in logger.filters:
@@ -230,7 +239,7 @@ def _let_errors_be_said_once() -> None:
     report = sys.unraisablehook
 
     def report_others(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        if not str(unraisable.exc_value).startswith(_ECHOES):
             report(unraisable)
 
     sys.unraisablehook = report_others
@@ -240,21 +249,53 @@ def _is_no_raised_error(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _check_finite(host_state: TrainState) -> None:
-    for path, leaf in jax.tree.leaves_with_path(host_state):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(leaf).all():
+def _read(path: Path, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Read a checkpoint's two parts; whether they are right is not looked at."""
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or here
+        ),
+        like,
+    )
+    items = ocp.args.Composite(
+        state=ocp.args.StandardRestore(placed), progress=ocp.args.JsonRestore()
+    )
+    _let_errors_be_said_once()
+    # No Checkpointer around it: processes would wait in it for one that fails.
+    with contextlib.closing(ocp.CompositeCheckpointHandler()) as handler:
+        restored = handler.restore(path, args=items)
+    return restored["state"], restored["progress"]
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turn whatever Orbax raises while it reads into an error of one line."""
+    try:
+        yield
+    except (PermissionError, MemoryError) as error:
+        raise RunError(f"cannot read checkpoint {path}: {one_line(error)}") from error
+    except Exception as error:  # Orbax and TensorStore raise whatever the damage leads them to
+        raise DamagedError(f"checkpoint {path} is damaged: {one_line(error)}") from error
+
+
+def _check_finite(state: TrainState, step: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(state):
+        parts = (
+            np.asarray(shard.data) for shard in leaf.addressable_shards if not shard.replica_id
+        )
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not all(map(_is_finite, parts)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise RunError(f"{name} is not finite after step {host_state.step}; it is not saved")
+            raise RunError(f"{name} is not finite after step {step}; it is not saved")
 
 
-def _checksum(host_state: TrainState, values: dict[str, Any]) -> int:
-    """Return the CRC-32 of the state's bytes, shapes and names, and of the progress."""
-    checksum = zlib.crc32(json.dumps(values, sort_keys=True).encode())
-    for path, leaf in jax.tree.leaves_with_path(host_state):
-        described = f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}"
-        checksum = zlib.crc32(described.encode(), checksum)
-        checksum = zlib.crc32(leaf.reshape(-1).view(np.uint8), checksum)
-    return checksum
+def _is_finite(part: np.ndarray) -> bool:
+    return bool(np.isfinite(part).all())
+
+
+def _checksum(state: int, values: dict[str, Any]) -> int:
+    """Return a CRC-32 of the progress, continued from the fingerprint of the state."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode(), state)
 
 
 def _set_aside(directory: Path, step: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from convjax.data import Augmentation
+from convjax.sharding import RuleSet
 from convjax.training.errors import ConfigError
 from convjax.training.parsing import build, leaves, override
 from pallas_kernels import Backend
@@ -145,6 +146,25 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Where a run computes; a run may be continued on another mesh.
+
+    Attributes:
+      data: devices over which examples are split; one of the sizes may be -1: all that are left.
+      fsdp: devices over which examples and parameters are split.
+      model: devices over which layers are split.
+      tower: devices over which AlexNet's towers lie.
+      rules: how parameters are split; None: as the sizes say (`convjax.sharding.rules_for`).
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    model: int = 1
+    tower: int = 1
+    rules: RuleSet | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run, from the seed to the last checkpoint.
 
@@ -153,6 +173,7 @@ class RunConfig:
       data: which images.
       optimiser: how gradients become updates.
       schedule: the learning rate over the run.
+      mesh: where it computes.
       seed: of the parameters, the order of the images, their augmentation and dropout.
       epochs: length of the run in passes over the training images; exclusive with `steps`.
       steps: length of the run in updates; exclusive with `epochs`.
@@ -168,6 +189,7 @@ class RunConfig:
     data: DataConfig
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     seed: int = 0
     epochs: float | None = None
     steps: int | None = None
@@ -243,9 +265,10 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def differing_fields(one: RunConfig, other: RunConfig) -> list[str]:
-    """Return the dotted names of the fields whose values differ."""
+    """Return the dotted names of the fields whose values differ, but for those of the mesh."""
     ones, others = dict(leaves(to_dict(one))), dict(leaves(to_dict(other)))
-    return [name for name in ones | others if ones.get(name, ...) != others.get(name, ...)]
+    differing = (name for name in ones | others if ones.get(name, ...) != others.get(name, ...))
+    return [name for name in differing if not name.startswith("mesh.")]
 
 
 def _check(config: Any, name: str, holds: bool, rule: str) -> None:

@@ -11,13 +11,20 @@ _LINES_A_RUN = 20
 class Display:
     """Shows how far a run is; without a terminal it prints plain lines."""
 
-    def __init__(self, total_steps: int, batch_size: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        batch_size: int,
+        console: Console | None = None,
+        *,
+        quiet: bool = False,
+    ) -> None:
         """Show a run of so many steps and images a step; on standard output by default."""
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True, quiet=quiet)
         self._total_steps, self._batch_size = total_steps, batch_size
         self._next_line = 0.0
         self._progress: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not quiet:
             columns = (BarColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
             self._task = self._progress.add_task("", total=total_steps)

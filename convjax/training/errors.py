@@ -5,11 +5,23 @@ from collections.abc import Iterator
 
 
 class ConfigError(ValueError):
-    """Names or values that a config cannot have."""
+    """Names or values that a config cannot have.
+
+    Attributes:
+      agreed: every process of the run raises it.
+    """
+
+    agreed = False
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on; what it saved is kept."""
+    """A run that cannot go on; what it saved is kept.
+
+    Attributes:
+      agreed: every process of the run raises it.
+    """
+
+    agreed = False
 
 
 class DamagedError(RunError):

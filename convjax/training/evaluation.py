@@ -9,10 +9,9 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from convjax.data import Dataset
 from convjax.training.checkpoint import read_checkpoint, saved_steps
 from convjax.training.errors import RunError, reading_images
-from convjax.training.parts import assemble
+from convjax.training.parts import Parts, assemble
 from convjax.training.state import TrainState
 from convjax.training.step import EvalStep
 from convjax.training.workdir import Workdir
@@ -33,16 +32,17 @@ class Evaluation:
     predictions: Int32[np.ndarray, " n"]
 
 
-def evaluate(eval_step: EvalStep, state: TrainState, data: Dataset) -> Evaluation:
-    """Measure a network on every image of `data`, which must be made with `train=False`.
+def evaluate(eval_step: EvalStep, state: TrainState, parts: Parts) -> Evaluation:
+    """Measure a network on every test image of a run.
 
     Raises:
       RunError: an image cannot be read.
     """
     reading = reading_images("the test split")
-    with contextlib.closing(data.iterator()) as batches, reading:
+    place = parts.layout.placed
+    with contextlib.closing(parts.test_data.iterator()) as batches, reading:
         # One wait at the end: the next batch is read while the device works.
-        sums = jax.device_get([eval_step(state, batch) for batch in batches])
+        sums = jax.device_get([eval_step(state, place(batch)) for batch in batches])
     count = sum(int(each["count"]) for each in sums)
     return Evaluation(
         accuracy=sum(int(each["correct"]) for each in sums) / count,
@@ -82,4 +82,4 @@ def evaluate_run(workdir: str | Path, checkpoint: str = "latest") -> tuple[int, 
             raise RunError(f"nothing in {folder.checkpoints} is measured yet; ask for latest")
         step = progress.best_step
         state, _ = read_checkpoint(folder.checkpoints, step, like)
-    return step, evaluate(parts.eval_step(), state, parts.test_data)
+    return step, evaluate(parts.eval_step(), state, parts)

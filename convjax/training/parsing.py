@@ -98,7 +98,7 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return build(typing.cast(type, kind), value, prefix=f"{name}.")
-    if origin is types.UnionType:  # X | None
+    if origin in (types.UnionType, typing.Union):  # X | None
         return None if value is None else _typed(value, arguments[0], name)
     if origin is Literal and value in arguments:
         return value
@@ -137,7 +137,7 @@ def _frozen(value: Any, name: str) -> Any:
 
 def _parsed(text: str, kind: Any) -> Any:
     """Read `text` as a value of `kind`; what cannot be read stays text, for `build` to refuse."""
-    if get_origin(kind) is types.UnionType:
+    if get_origin(kind) in (types.UnionType, typing.Union):
         return None if text.lower() == "none" else _parsed(text, get_args(kind)[0])
     if kind is str or get_origin(kind) is Literal:
         return text

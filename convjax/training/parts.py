@@ -1,19 +1,32 @@
 """The parts of a run that its config names, checked against each other before any work is done."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
-from convjax.data import Dataset, Source, load_source, make_dataset
+from convjax.data import Batch, Dataset, Source, load_source, make_dataset
 from convjax.models import create_model
-from convjax.training.config import DataConfig, ModelConfig, RunConfig
+from convjax.models.alexnet import AlexNet
+from convjax.sharding import RULES, TOWERS, Towers, make_mesh, process_rows, rules_for
+from convjax.training.config import DataConfig, MeshConfig, ModelConfig, RunConfig
 from convjax.training.errors import ConfigError, RunError, one_line
+from convjax.training.layout import Layout
 from convjax.training.optimiser import make_optimiser, make_schedule
-from convjax.training.state import TrainState, abstract_state, count_parameters, create_state
+from convjax.training.state import (
+    Trainable,
+    TrainState,
+    abstract_state,
+    count_parameters,
+    create_state,
+)
 from convjax.training.step import make_eval_step, make_train_step
 
 
@@ -26,6 +39,7 @@ class Parts:
       train_data: batches to learn from.
       test_data: batches to measure on.
       model: the network.
+      layout: where it computes.
       schedule: the learning rate at a step.
       optimiser: how gradients become updates.
       total_steps: length of the run.
@@ -35,20 +49,36 @@ class Parts:
     config: RunConfig
     train_data: Dataset
     test_data: Dataset
-    model: nn.Module
+    model: Trainable
+    layout: Layout
     schedule: optax.Schedule
     optimiser: optax.GradientTransformation
     total_steps: int
     eval_every_steps: int
 
     def abstract_state(self) -> TrainState:
-        """Return the shapes and dtypes of the state."""
-        return abstract_state(self.model, self.optimiser, self.train_data.image_shape)
+        """Return the shapes, dtypes and shardings of the state."""
+        shape = self.train_data.image_shape
+        return abstract_state(self.model, self.optimiser, shape, self.layout.state)
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""
         key, _ = self._keys()
-        return create_state(self.model, self.optimiser, key, self.train_data.image_shape)
+        shape = self.train_data.image_shape
+        return create_state(self.model, self.optimiser, key, shape, self.layout.state)
+
+    def abstract_batch(self) -> Batch:
+        """Return the shapes, dtypes and shardings of a training batch, over all processes."""
+        rows, shape = self.config.data.batch_size, self.train_data.image_shape
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=self.layout.batch)
+        return cast(
+            Batch,
+            {
+                "image": array((rows, *shape), jnp.uint8),
+                "label": array((rows,), jnp.int32),
+                "mask": array((rows,), jnp.bool_),
+            },
+        )
 
     def train_step(self) -> jax.stages.Wrapped:
         """Return the jitted update."""
@@ -62,6 +92,7 @@ class Parts:
             label_smoothing=config.label_smoothing,
             auxiliary_weight=config.auxiliary_weight,
             backend=config.model.backend,
+            out_shardings=(self.layout.state(self.abstract_state()), self.layout.whole),
         )
 
     def summary(self, state: TrainState) -> str:
@@ -71,8 +102,14 @@ class Parts:
 
     def eval_step(self) -> jax.stages.Wrapped:
         """Return the jitted measurement."""
-        data, backend = self.config.data, self.config.model.backend
-        return make_eval_step(self.model, mean=data.mean, std=data.std, backend=backend)
+        data = self.config.data
+        return make_eval_step(
+            self.model,
+            mean=data.mean,
+            std=data.std,
+            backend=self.config.model.backend,
+            out_shardings=self.layout.whole,
+        )
 
     def _keys(self) -> tuple[Key[Array, ""], Key[Array, ""]]:
         """Return the keys of the initial parameters and of dropout."""
@@ -80,19 +117,30 @@ class Parts:
         return init_key, dropout_key
 
 
-def assemble(config: RunConfig) -> Parts:
+def assemble(
+    config: RunConfig,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    sources: tuple[Source, Source] | None = None,
+) -> Parts:
     """Open the data and make the network and its optimiser; nothing is computed yet.
+
+    Args:
+      config: of the run.
+      devices: of the mesh; None takes those that there are.
+      sources: training and test images in place of the config's.
 
     Raises:
       ConfigError: a name is unknown, or two parts do not fit together.
-      RunError: the data is not on this machine, or there are several processes.
+      RunError: the data is not on this machine.
     """
-    if jax.process_count() > 1:  # each would train on all of the data, alone
-        raise RunError(f"{jax.process_count()} processes: training takes one, for now")
-    train_source = _open(config.data, config.data.train_split)
-    test_source = _open(config.data, config.data.test_split)
-    train_data = _batched(config, train_source, train=True)
-    test_data = _batched(config, test_source, train=False)
+    mesh = _mesh(config.mesh, devices)
+    if sources is None:
+        splits = config.data.train_split, config.data.test_split
+        sources = _open(config.data, splits[0]), _open(config.data, splits[1])
+    train_source, test_source = sources
+    train_data = _batched(config, train_source, mesh, train=True)
+    test_data = _batched(config, test_source, mesh, train=False)
     channels = train_data.image_shape[2]
     if len(config.data.mean) != channels:
         raise ConfigError(
@@ -105,16 +153,44 @@ def assemble(config: RunConfig) -> Parts:
         )
     total_steps = config.total_steps(train_data.steps_per_epoch)
     schedule = make_schedule(config.schedule, config.optimiser.learning_rate, total_steps)
-    return Parts(
+    network = _network(config.model, train_source.num_classes, train_data.image_shape)
+    model, layout = _split(network, mesh, config.mesh)
+    parts = Parts(
         config=config,
         train_data=train_data,
         test_data=test_data,
-        model=_network(config.model, train_source.num_classes, train_data.image_shape),
+        model=model,
+        layout=layout,
         schedule=schedule,
         optimiser=make_optimiser(config.optimiser, schedule),
         total_steps=total_steps,
         eval_every_steps=max(1, round(config.eval_every_epochs * train_data.steps_per_epoch)),
     )
+    try:
+        parts.abstract_state()
+    except ValueError as error:  # of the rules; shapes cost nothing
+        raise ConfigError(f"mesh: {one_line(error)}") from error
+    return parts
+
+
+def _mesh(config: MeshConfig, devices: Sequence[jax.Device] | None) -> Mesh:
+    try:
+        return make_mesh(config.data, config.fsdp, config.model, config.tower, devices=devices)
+    except ValueError as error:
+        raise ConfigError(f"mesh: {one_line(error)}") from error
+
+
+def _split(network: nn.Module, mesh: Mesh, config: MeshConfig) -> tuple[Trainable, Layout]:
+    """The network as it computes on the mesh, and where its parameters lie."""
+    try:
+        rules = RULES[config.rules or rules_for(network, mesh)]
+        if rules is not TOWERS:
+            return network, Layout(mesh, rules)
+        if not isinstance(network, AlexNet):
+            raise ValueError(f"rules='towers' split an AlexNet, not a {type(network).__name__}")
+        return Towers(network, mesh), Layout(mesh, rules)
+    except ValueError as error:
+        raise ConfigError(f"mesh: {one_line(error)}") from error
 
 
 def _open(config: DataConfig, split: str) -> Source:
@@ -126,14 +202,20 @@ def _open(config: DataConfig, split: str) -> Source:
         raise ConfigError(f"data.name={config.name!r}: {one_line(error)}") from error
 
 
-def _batched(config: RunConfig, source: Source, *, train: bool) -> Dataset:
+def _batched(config: RunConfig, source: Source, mesh: Mesh, *, train: bool) -> Dataset:
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    # Test batches may be longer: rows that fill the last one do not count.
+    rows = config.data.batch_size if train else -(-config.data.test_batch_size // parts) * parts
     try:
+        process_index, process_count = process_rows(mesh, rows)
         return make_dataset(
             source,
-            batch_size=config.data.batch_size if train else config.data.test_batch_size,
+            batch_size=rows,
             seed=config.seed,
             augmentation=config.data.augmentation,
             train=train,
+            process_index=process_index,
+            process_count=process_count,
         )
     except ValueError as error:
         raise ConfigError(f"data: {one_line(error)}") from error

@@ -68,6 +68,7 @@ class Result:
         continued, the sum over its pieces, each up to the checkpoint that was continued from.
       images_per_second: in training steps, without compilation, measurements and checkpoints.
       parameters: trainable numbers.
+      mesh: devices along those of its axes that have more than one.
       peak_memory_bytes: most memory held by the process that finished the run.
       peak_device_memory_bytes: most memory held on its first device; None: not known (CPU).
       device: kind and number of devices.
@@ -86,6 +87,7 @@ class Result:
     wall_seconds: float
     images_per_second: float
     parameters: int
+    mesh: dict[str, int] = field(default_factory=dict)
     peak_memory_bytes: int = field(default_factory=peak_memory_bytes)
     peak_device_memory_bytes: int | None = field(default_factory=peak_device_memory_bytes)
     device: str = field(default_factory=lambda: describe_devices())

@@ -1,13 +1,23 @@
 """Everything that a training step reads and writes, as one pytree."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Key, PyTree
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """What training needs of a network: a `flax.linen.Module`, or `convjax.sharding.Towers`."""
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @flax.struct.dataclass
@@ -31,10 +41,11 @@ class TrainState:
 
 
 def create_state(
-    model: nn.Module,
+    model: Trainable,
     optimiser: optax.GradientTransformation,
     key: Key[Array, ""],
     image_shape: tuple[int, int, int],
+    layout: Callable[[TrainState], PyTree] | None = None,
 ) -> TrainState:
     """Initialise a network and its optimiser.
 
@@ -43,24 +54,35 @@ def create_state(
       optimiser: made by `make_optimiser`.
       key: of the initial parameters.
       image_shape: (h, w, c).
+      layout: gives the shardings of a state; None leaves it on the default device.
     """
     images = jnp.zeros((1, *image_shape), jnp.float32)
     variables = model.init(key, images, train=False)  # outside of jit, where nothing is compiled
-    return jax.jit(functools.partial(_state, optimiser))(variables)
+    make = functools.partial(_state, optimiser)
+    shardings = layout(jax.eval_shape(make, variables)) if layout else None
+    return jax.jit(make, out_shardings=shardings)(variables)
 
 
 def abstract_state(
-    model: nn.Module,
+    model: Trainable,
     optimiser: optax.GradientTransformation,
     image_shape: tuple[int, int, int],
+    layout: Callable[[TrainState], PyTree] | None = None,
 ) -> TrainState:
-    """Return the shapes and dtypes of `create_state`'s leaves; nothing is computed."""
+    """Return shapes, dtypes and shardings of `create_state`'s leaves; nothing is computed."""
     images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
 
     def init(key: Key[Array, ""], images: Float32[Array, "1 h w c"]) -> TrainState:
         return _state(optimiser, model.init(key, images, train=False))
 
-    return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)), images)
+    state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)), images)
+    if layout is None:
+        return state
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        layout(state),
+    )
 
 
 def count_parameters(state: TrainState) -> int:

@@ -2,16 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt8
 
 from convjax.data import Batch, normalise
-from convjax.training.state import TrainState
+from convjax.training.state import Trainable, TrainState
 from pallas_kernels import Backend, cross_entropy
 
 
@@ -50,7 +49,7 @@ EvalStep = Callable[[TrainState, Batch], EvalSums]
 
 
 def make_train_step(
-    model: nn.Module,
+    model: Trainable,
     optimiser: optax.GradientTransformation,
     *,
     key: Key[Array, ""],
@@ -59,6 +58,7 @@ def make_train_step(
     label_smoothing: float = 0.0,
     auxiliary_weight: float = 0.3,
     backend: Backend = "auto",
+    out_shardings: Any = None,
 ) -> jax.stages.Wrapped:
     """Return the jitted `TrainStep`; it consumes the state that it is given.
 
@@ -72,6 +72,7 @@ def make_train_step(
       auxiliary_weight: of the losses of auxiliary heads, whose logits the model sows into the
         collection "auxiliary_logits", as GoogLeNet does.
       backend: what computes the cross-entropy.
+      out_shardings: of the new state and of the metrics; None leaves them to XLA.
     """
     smoothed = functools.partial(cross_entropy, label_smoothing=label_smoothing, backend=backend)
 
@@ -111,11 +112,16 @@ def make_train_step(
         )
         return new_state, metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=out_shardings)
 
 
 def make_eval_step(
-    model: nn.Module, *, mean: Sequence[float], std: Sequence[float], backend: Backend = "auto"
+    model: Trainable,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    backend: Backend = "auto",
+    out_shardings: Any = None,
 ) -> jax.stages.Wrapped:
     """Return the jitted `EvalStep`; arguments are those of `make_train_step`."""
 
@@ -133,7 +139,7 @@ def make_eval_step(
             prediction=prediction,
         )
 
-    return jax.jit(eval_step)
+    return jax.jit(eval_step, out_shardings=out_shardings)
 
 
 def _traced(

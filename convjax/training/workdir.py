@@ -2,7 +2,8 @@
 
 Its files:
 
-    config.json       what the run is; the same command continues it, another config is refused
+    config.json       what the run is, but not on which devices; the same command continues it,
+                      another config is refused
     checkpoints/      where it can be continued from
     metrics.jsonl     one record a line
     tensorboard/      the same records as TensorBoard events
@@ -59,13 +60,20 @@ class Workdir:
                 )
             yield
 
+    def check_seen(self) -> None:
+        """Raise a RunError if the folder, claimed by one process, is not there for this one."""
+        if not self.path.is_dir():
+            raise RunError(f"{self.path} is not there: all processes must see the same folder")
+
     def write_config(self, config: RunConfig) -> None:
         """Make the folder that of a run of `config`; raises as `write_json`."""
         if not self._config.exists():
-            write_json(self._config, to_dict(config))
+            values = to_dict(config)
+            del values["mesh"]  # a run may be continued, and is measured, on another one
+            write_json(self._config, values)
 
     def read_config(self) -> RunConfig:
-        """Return the config of the run in this folder.
+        """Return the config of the run in this folder, over all devices that there are.
 
         Raises:
           RunError: there is none, or it cannot be read.

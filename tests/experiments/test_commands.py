@@ -189,7 +189,7 @@ def get_config():
     data = {{"name": "folder:{tmp_path}/pictures", "batch_size": 3, "test_batch_size": 8}}
     data |= {{"mean": (0.5,) * 3, "std": (0.25,) * 3, "augmentation": {{"crop": 8}}}}
     model = {{"name": "resnet8_cifar", "fields": {{"widths": (2, 2, 2)}}}}
-    return ConfigDict({{"model": model, "data": data, "epochs": 2}})
+    return ConfigDict({{"model": model, "data": data, "mesh": {{"data": 1}}, "epochs": 2}})
 """)
     assert status_of(train.main, [f"--config={config}", f"--workdir={tmp_path}/run"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]

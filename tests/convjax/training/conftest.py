@@ -91,6 +91,7 @@ def make_config() -> Callable[..., RunConfig]:
             },
             "optimiser": {"learning_rate": 0.1, "weight_decay": 1e-3},
             "schedule": {"name": "cosine", "warmup": 0.2},
+            "mesh": {"data": 1},
             "epochs": 2,
             "log_every_steps": 3,
             "checkpoint_every_steps": 4,

@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pytest
 import tensorstore
+from jax.sharding import NamedSharding, PartitionSpec
 
+from convjax.sharding import make_mesh
 from convjax.training import checkpoint
 from convjax.training.checkpoint import (
     Checkpoints,
@@ -102,16 +104,24 @@ def test_half_written_checkpoints_are_not_seen_and_are_cleared(directory):
     assert sorted(path.name for path in directory.iterdir()) == ["1", "2", "3", "4"]
 
 
-def test_a_save_is_of_the_state_at_its_call(tmp_path):
-    """Memory that is used again while Orbax writes in the background does not matter."""
-    directory, large = tmp_path / "checkpoints", np.ones((512, 1024), np.float32)
-    state = state_at(0).replace(params={"large": large})
-    checkpoints = Checkpoints(directory, keep=1)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_save_is_of_the_state_at_its_call(tmp_path, devices):
+    """Memory that the next steps take over while Orbax writes in the background does not matter."""
+    whole = NamedSharding(make_mesh(devices=jax.devices()[:devices]), PartitionSpec())
+    split = NamedSharding(whole.mesh, PartitionSpec("data"))
+    params = {"whole": jnp.ones((128, 1024)), "split": jnp.ones((512, 1024))}
+    params = jax.device_put(params, {"whole": whole, "split": split})
+    add_one = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), donate_argnums=0)
+    params = add_one(add_one(params))
+    state = state_at(0).replace(params=params)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.save(state, progress_at(1))
-    large[:] = 3
+    for _ in range(20):
+        params = jax.block_until_ready(add_one(params))
     checkpoints.close()
-    restored, _ = read_checkpoint(directory, 1, state)
-    assert np.all(np.asarray(restored.params["large"]) == 1)
+    assert float(params["whole"][0, 0]) == 23
+    restored, _ = read_checkpoint(tmp_path / "checkpoints", 1, LIKE.replace(params=params))
+    assert all(np.all(np.asarray(leaf) == 3) for leaf in restored.params.values())
 
 
 def test_no_checkpoint(tmp_path, saved):
@@ -266,7 +276,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(directory, monk
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(checkpoint.ocp.Checkpointer, "restore", refuse)
+    monkeypatch.setattr(checkpoint.ocp.CompositeCheckpointHandler, "restore", refuse)
     with pytest.raises(RunError, match=r"cannot read checkpoint .*3: .*Permission denied"):
         read_newest(directory, lambda: LIKE, print)
     assert saved_steps(directory) == [1, 2, 3]

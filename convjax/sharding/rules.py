@@ -1,0 +1,211 @@
+"""Rules: from the path of a parameter to how it is split over a mesh.
+
+    rules = (("fc[67]/kernel", P(None, "model")), (".*", P()))
+    variables = shard(variables, mesh, rules)
+
+The first rule whose pattern is the end of the path decides (a regular expression, from one "/" on),
+so the rules of parameters hold for gradients and for what an optimiser remembers of them too. In
+place of a `PartitionSpec` a rule may have a function of the array's shape and the mesh. Scalars are
+never split and need no rule.
+
+`RULES` has the sets that are ready, by name, and `rules_for` chooses one for a network and a mesh.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal, TypeVar
+
+import jax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from convjax.models.alexnet import AlexNet
+from convjax.models.vit import ViT
+
+Spec = P | Callable[[tuple[int, ...], Mesh], P]
+Rules = Sequence[tuple[str, Spec]]
+Tree = TypeVar("Tree")
+
+
+def over_largest(axis: str, *, at_least: int = 2**14) -> Spec:
+    """Splits the longest dimension that `axis` divides, of arrays with `at_least` numbers.
+
+    Smaller arrays stay whole: a message for a bias costs more than its memory.
+    """
+
+    def spec(shape: tuple[int, ...], mesh: Mesh) -> P:
+        parts = mesh.shape[axis]
+        dividing = [size for size in shape if size % parts == 0]
+        if parts == 1 or prod(shape) < at_least or not dividing:
+            return P()
+        longest = shape.index(max(dividing))
+        return P(*(axis if i == longest else None for i in range(longest + 1)))
+
+    return spec
+
+
+DATA_PARALLEL: Rules = ((".*", P()),)
+"""Every device has all parameters, and its share of the examples."""
+
+FSDP: Rules = ((".*", over_largest("fsdp")),)
+"""Parameters and what the optimiser remembers are split; XLA gathers a layer's when it is used.
+
+Zhao et al., 2023, arXiv:2304.11277; Rajbhandari et al., 2020, arXiv:1910.02054.
+"""
+
+DENSE_PARALLEL: Rules = (
+    ("fc6/kernel", P(None, "model")),
+    ("fc6/bias", P("model")),
+    ("fc7/kernel", P("model", None)),
+    (".*", over_largest("fsdp")),
+)
+"""The dense layers of AlexNet, ZFNet and VGG: fc6 by outputs and fc7 by inputs, so that their
+hidden units stay where they are computed; a sum over `model` follows, and fc8 is whole."""
+
+FILTER_PARALLEL: Rules = (
+    ("conv[^/]*/kernel", P(None, None, None, "model")),
+    ("fc[67]/kernel", P(None, "model")),
+    ("(conv[^/]*|fc[67])/bias", P("model")),
+    (".*", over_largest("fsdp")),
+)
+"""All layers of AlexNet, ZFNet and VGG by their outputs: each reads all of the one before, so that
+devices talk at every layer. Towers avoid that."""
+
+ONE_WEIRD_TRICK: Rules = (
+    ("fc6/kernel", P(None, "data")),
+    ("fc6/bias", P("data")),
+    ("fc7/kernel", P("data", None)),
+    (".*", P()),
+)
+"""The same over the axis that splits the examples: convolutions have a device's own examples, and
+the dense layers all of them, which are gathered before fc6 and scattered after fc7.
+
+Krizhevsky, 2014, arXiv:1404.5997, his scheme (a). Images are large and their kernels small; in
+dense layers it is the other way round.
+"""
+
+TENSOR_PARALLEL_VIT: Rules = (
+    ("blocks/attention/qkv/kernel", P(None, None, "model")),
+    ("blocks/attention/qkv/bias", P(None, "model")),
+    ("blocks/attention/projection/kernel", P(None, "model", None)),
+    ("blocks/mlp/fc1/kernel", P(None, None, "model")),
+    ("blocks/mlp/fc1/bias", P(None, "model")),
+    ("blocks/mlp/fc2/kernel", P(None, "model", None)),
+    (".*", over_largest("fsdp")),
+)
+"""ViT's blocks: heads and hidden units over `model`, one sum after each branch.
+
+Shoeybi et al., 2019, arXiv:1909.08053. The first axis is that of the stacked blocks.
+"""
+
+TOWERS: Rules = (
+    ("conv[1-5]/kernel", P(None, None, None, "tower")),
+    ("fc[67]/kernel", P(None, "tower")),
+    ("(conv[1-5]|fc[67])/bias", P("tower")),
+    ("fc8/(kernel|bias)", P()),
+)
+"""AlexNet's two GPUs: each has its tower's filters and hidden units, and both have fc8."""
+
+RuleSet = Literal[
+    "data_parallel",
+    "fsdp",
+    "dense_parallel",
+    "filter_parallel",
+    "one_weird_trick",
+    "tensor_parallel_vit",
+    "towers",
+]
+
+RULES: dict[RuleSet, Rules] = {
+    "data_parallel": DATA_PARALLEL,
+    "fsdp": FSDP,
+    "dense_parallel": DENSE_PARALLEL,
+    "filter_parallel": FILTER_PARALLEL,
+    "one_weird_trick": ONE_WEIRD_TRICK,
+    "tensor_parallel_vit": TENSOR_PARALLEL_VIT,
+    "towers": TOWERS,
+}
+
+
+def rules_for(network: nn.Module, mesh: Mesh) -> RuleSet:
+    """The set that splits `network` over the axes of `mesh` that have more than one device.
+
+    Raises:
+      ValueError: no set does that.
+    """
+    split = {axis for axis, size in mesh.shape.items() if size > 1} - {"data"}
+    if "tower" in split:
+        fits, rules = isinstance(network, AlexNet) and split == {"tower"}, "towers"
+    elif "model" in split and isinstance(network, ViT):
+        fits, rules = True, "tensor_parallel_vit"
+    elif "model" in split:
+        fits, rules = hasattr(network, "dense_width"), "dense_parallel"
+    else:
+        fits, rules = True, "fsdp" if split else "data_parallel"
+    if not fits:
+        sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in sorted(split))
+        raise ValueError(
+            f"no ready rules split {type(network).__name__} over {sizes}; give rules: "
+            + ", ".join(RULES)
+        )
+    return rules
+
+
+def specs(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
+    """The `PartitionSpec` of every array of `tree`, a tree of arrays or of their shapes.
+
+    Raises:
+      ValueError: a path that no rule matches; or a spec that is longer than its array's shape, has
+        an axis that is none of the mesh's, or one that does not divide its dimension.
+    """
+    return jax.tree.map_with_path(
+        lambda path, leaf: _spec(
+            jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, mesh, rules
+        ),
+        tree,
+    )
+
+
+def shardings(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
+    """The `NamedSharding` of every array of `tree`; raises as `specs`."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs(tree, mesh, rules), is_leaf=_is_spec
+    )
+
+
+def shard(variables: Tree, mesh: Mesh, rules: Rules) -> Tree:
+    """`variables` laid over the mesh as the rules say; raises as `specs`, before a copy is made."""
+    return jax.device_put(variables, shardings(variables, mesh, rules))
+
+
+def _spec(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P:
+    if not shape:
+        return P()
+    for pattern, rule in rules:
+        if re.search(rf"(?:^|/)(?:{pattern})$", path):
+            spec = rule if isinstance(rule, P) else rule(shape, mesh)
+            _check(path, shape, spec, mesh.shape)
+            return spec
+    patterns = ", ".join(repr(pattern) for pattern, _ in rules)
+    raise ValueError(f"no rule matches {path} {list(shape)}: the patterns are {patterns}")
+
+
+def _check(path: str, shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> None:
+    if len(spec) > len(shape):
+        raise ValueError(f"{path} {list(shape)} has fewer dimensions than {spec}")
+    for size, entry in zip(shape, spec, strict=False):
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for axis in axes:
+            if axis not in sizes:
+                known = ", ".join(sizes)
+                raise ValueError(f"{path}: {spec} names {axis!r}, and the mesh has {known}")
+        parts = prod(sizes[axis] for axis in axes)
+        if size % parts:
+            split = " × ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            raise ValueError(f"{path} {list(shape)}: {split} must divide its dimension of {size}")
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
