@@ -239,12 +239,13 @@ def _on_any_mesh(a: Array, b: Array, *rest: Array, problem: _Problem) -> list[Ar
         "z " * (b.ndim - 2) + ("n k" if problem.b_transposed else "k n"),
     ]
     out = "z " * max(a.ndim - 2, b.ndim - 2) + "m n"
-    linear = problem.activation is None and not rest
+    linear = problem.activation is None  # but for what is added, which one device adds
     split = partitioned(
         partial(_launch, problem=problem),
         operands=[*axes, *["n"] * problem.biased, *[out] * problem.added],
         outputs=[out] * (1 + problem.keeps),
         sums_over=["k"] * linear,
+        added_once=range(2, 2 + len(rest)),
         gathers=["k"] * (not linear),
     )
 

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -102,6 +103,7 @@ def partitioned(
     operands: Sequence[str],
     outputs: Sequence[str],
     sums_over: Sequence[str] = (),
+    added_once: Sequence[int] = (),
     gathers: Sequence[str] = (),
     sizes: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
@@ -113,6 +115,8 @@ def partitioned(
       outputs: the axes of each output.
       sums_over: axes of the operands that some outputs lack; where they are split, the devices'
         sums are added.
+      added_once: operands that are added to a sum as they are, as a bias is: where the sum is split,
+        one device adds them.
       gathers: axes that no device can do with a part of.
       sizes: of the names in an axis made of two.
     """
@@ -132,12 +136,23 @@ def partitioned(
                 for axes in all_axes
             ]
 
+        split_sums = [name for axis in sums_over for name in _names(placed.get(axis))]
+
+        def once(shards):
+            if not split_sums:
+                return shards
+            first = jax.lax.axis_index(tuple(split_sums)) == 0
+            return [
+                jnp.where(first, shard, jnp.zeros_like(shard)) if each in added_once else shard
+                for each, shard in enumerate(shards)
+            ]
+
         def run(*shards):
             # A shard is all that its device knows: its axes are nobody's, whatever the mesh's are.
             around = jax.sharding.get_abstract_mesh()
             types = dict.fromkeys(around.axis_names, AxisType.Auto)
             with jax.sharding.use_abstract_mesh(around.update_axis_types(types)):
-                parts, structure = jax.tree.flatten(launch(*shards))
+                parts, structure = jax.tree.flatten(launch(*once(shards)))
                 whole = [
                     jax.lax.psum(part, over) if over else part
                     for part, over in zip(parts, summed, strict=True)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
@@ -264,7 +265,7 @@ def _read(path: Path, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
     _let_errors_be_said_once()
     # No Checkpointer around it: processes would wait in it for one that fails.
     with contextlib.closing(ocp.CompositeCheckpointHandler()) as handler:
-        restored = handler.restore(path, args=items)
+        restored = handler.restore(epath.Path(path), args=items)
     return restored["state"], restored["progress"]
 
 

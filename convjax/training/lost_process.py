@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import IO, cast
 
 _ACCOUNT = re.compile(
     rb"[EFW]\d{4} .*\b(coordination_service\w*\.cc|preemption_sync_manager\.cc|client\.h):\d+\]"
@@ -37,11 +38,10 @@ def tell_in_one_line() -> Callable[[], None]:
     set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before = set_handler(signal.SIGABRT, ctypes.cast(_EXIT, ctypes.c_void_p))
     relay = subprocess.Popen([sys.executable, "-S", __file__], stdin=subprocess.PIPE)
-    assert relay.stdin is not None
     sys.stderr.flush()
     errors = os.dup(2)
-    os.dup2(relay.stdin.fileno(), 2)
-    relay.stdin.close()
+    with cast(IO[bytes], relay.stdin) as pipe:
+        os.dup2(pipe.fileno(), 2)
 
     def end() -> None:
         sys.stderr.flush()

@@ -88,6 +88,14 @@ def test_both_forms_of_flags(config, asked):
         ("--config=FILE --workdir=run --config.sed=3", "unknown field sed; the nearest is seed"),
         ("--config=FILE --workdir=run --config.seed=a", "seed='a' must be an integer"),
         ("--config=none.py --workdir=run", "no config file none.py"),
+        (
+            "--config=FILE --workdir=run --coordinator=a:1 --processes=2",
+            "--coordinator, --processes and --process_id go together",
+        ),
+        (
+            "--config=FILE --workdir=run --coordinator=a:1 --processes=2 --process_id=2",
+            "--process_id=2 must be in [0, 2)",
+        ),
     ],
 )
 def test_wrong_words_are_one_line_and_status_2(config, asked, capfd, words, message):

@@ -149,6 +149,17 @@ def test_a_sum_over_devices_is_added_up(operation, shapes, specs, activation, ex
     assert_close(compiled(*split), float64(call(*arrays, backend="xla")), 1e-5)
 
 
+def test_what_is_added_to_a_sum_over_devices_is_added_once():
+    """As in the second layer of a transformer's branches, whose hidden units are split."""
+    arrays = [normal(seed, shape) for seed, shape in enumerate(((2, 3, 16), (16, 4)))]
+    terms = {"bias": normal(2, (4,)), "residual": normal(3, (2, 3, 4))}
+    split = on(mesh_of(8), arrays, (P(None, None, "data"), P("data")))
+    call = partial(matmul, backend="interpret", **terms)
+    compiled = quick_jit(call).lower(*split).compile()
+    assert collectives(compiled) == {"all-reduce": 1}
+    assert_close(compiled(*split), float64(matmul(*arrays, **terms, backend="xla")), 1e-5)
+
+
 def test_images_split_across_pixels_are_gathered():
     x, w = normal(0, (2, 16, 6, 4)), normal(1, (3, 2, 4, 8))
     split = on(mesh_of(8), (x, w), (P(None, "data"), P()))
