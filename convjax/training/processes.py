@@ -27,9 +27,8 @@ from convjax.training.parsing import leaves
 HEARTBEAT_SECONDS = 20
 """A process that is silent for so long is lost; the others notice a few seconds later."""
 
-_OF_OTHERS = re.compile(
-    r"gloo|nccl|coordination|heartbeat|barrier|connection|socket", re.IGNORECASE
-)
+_OF_OTHERS = re.compile(r"gloo|nccl|barrier failed|heartbeat|coordination.?service", re.IGNORECASE)
+"""What an error speaks of that comes of another process's end."""
 
 
 def are_several(environ: Mapping[str, str]) -> bool:
@@ -70,21 +69,23 @@ def joined(
     _initialise(*given)
     try:
         yield
-    except (ConfigError, RunError) as error:
-        if not error.agreed:
-            raise
-        jax.distributed.shutdown()
-        end_telling()
-        raise
     except Exception as error:
-        if not _OF_OTHERS.search(str(error)):
+        expected = isinstance(error, ConfigError | RunError)
+        if expected and error.agreed:
+            jax.distributed.shutdown()
+            end_telling()
+        elif _OF_OTHERS.search(str(error)):
+            time.sleep(2.0)  # jax may be about to end this process, and knows who is lost
+            who = f"process {1 - jax.process_index()}"
+            if jax.process_count() > 2:
+                who = f"another process ({one_line(error)})"
+            raise RunError(
+                f"{who} is lost; the same command continues from the last checkpoint"
+            ) from error
+        elif not expected:
             traceback.print_exc()
             leave(1)
-        time.sleep(2.0)  # jax may be about to end this process, and names the other one
-        raise RunError(
-            f"another process is lost: {one_line(error)}; "
-            "the same command continues from the last checkpoint"
-        ) from error
+        raise
     jax.distributed.shutdown()
     end_telling()
 
