@@ -115,8 +115,8 @@ def partitioned(
       outputs: the axes of each output.
       sums_over: axes of the operands that some outputs lack; where they are split, the devices'
         sums are added.
-      added_once: operands that are added to a sum as they are, as a bias is: where the sum is split,
-        one device adds them.
+      added_once: operands that are added to a sum as they are, as a bias is: where the sum is
+        split, one device adds them.
       gathers: axes that no device can do with a part of.
       sizes: of the names in an axis made of two.
     """
