@@ -237,16 +237,18 @@ def run(
     Groups are convolutions side by side, except for `direct` where XLA is good at them and for
     `shifted` where they are depthwise. On a CPU, XLA's grouped convolution runs at 10 GFLOP/s
     where one for each group runs at 60. On GPUs it is not split over devices by its images: each
-    gathers all of them, in either pass. So a few groups are side by side there too.
+    gathers all of them, in either pass. So a few groups are side by side there too; many, as a
+    ResNeXt's, are gathered still.
     """
     compute = ALGORITHMS[algorithm]
     if algorithm == "direct":
         compute = partial(_direct, transposed=transposed)
     layout, groups = convolution.layout, convolution.groups
-    on_gpu = launch.platform() != "cpu"
-    if algorithm == "direct" and (convolution.depthwise or (on_gpu and not 1 < groups <= _FEW)):
+    platform = launch.platform()
+    few = 1 < groups <= _FEW and platform == "gpu"
+    if algorithm == "direct" and (convolution.depthwise or (platform != "cpu" and not few)):
         return compute(x, w, convolution, dtype)
-    order = layout if algorithm == "direct" and on_gpu else "NHWC"
+    order = layout if algorithm == "direct" and few else "NHWC"
     ordered = replace(convolution, layout=order)
     x = _reorder(x, layout, order)
     if groups == 1 or (algorithm == "shifted" and convolution.depthwise):

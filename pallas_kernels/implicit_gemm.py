@@ -383,7 +383,13 @@ def default_blocks(
     )
     # Both addresses of a gradient change in every step: deeper tiles spill, on sm_80 or elsewhere.
     if narrow:
-        return replace(blocks, m=max(blocks.m, 64), k=min(blocks.k, 32))
+        blocks = replace(blocks, m=max(blocks.m, 64), k=min(blocks.k, 32))
+    # With 80 registers a thread, three stages of tf32 are too many on sm_80.
+    wide = jnp.dtype(dtype).itemsize > 2
+    if wide and blocks.m * blocks.n == (64 * 64 if narrow else 128 * 64):
+        blocks = replace(blocks, stages=2)
+    if narrow:
+        return blocks
     if sums and blocks.m * blocks.n in (128 * 64, 128 * 16):
         return replace(blocks, k=min(blocks.k, 32), stages=3)
     return blocks

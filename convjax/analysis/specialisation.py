@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-_SAME = 1e-6  # differences of means that rounding in float32 could have made
+_SAME = 1e-6  # of the largest value: what rounding in float32 could have made of a difference
 
 
 class Specialisation(NamedTuple):
@@ -103,10 +103,11 @@ def specialisation(
     orders = jnp.argsort(jax.random.uniform(key, (draws, len(values))), axis=1)
     random = jax.vmap(spread)(values[orders])
     chance, deviation = random.mean(), random.std()
-    alike = deviation < _SAME
+    same = _SAME * jnp.abs(values).max()
+    alike = deviation <= same
     return Specialisation(
         difference=difference,
         chance=chance,
         z=jnp.where(alike, 0, (difference - chance) / jnp.where(alike, 1, deviation)),
-        p=(1 + jnp.sum(random > difference - _SAME)) / (1 + draws),
+        p=(1 + jnp.sum(random >= difference - same)) / (1 + draws),
     )

@@ -161,7 +161,8 @@ class AlexNet(Network):
 
     def _check_tower_axis(self) -> None:
         mesh = jax.sharding.get_abstract_mesh()
-        if self._is_whole() or mesh.shape.get(str(self.tower_axis)) == self.towers:
+        is_mapped = self.tower_axis in mesh.manual_axes
+        if self._is_whole() or (is_mapped and mesh.shape[self.tower_axis] == self.towers):
             return
         raise ValueError(
             f"tower_axis={self.tower_axis!r} must be an axis of {self.towers} devices around this "

@@ -121,7 +121,8 @@ class Network(nn.Module):
           ValueError: the variables are of images with other channels, or of another network.
         """
         try:
-            if "method" not in options and (mesh := _explicit_mesh((variables, args))):
+            mesh = _explicit_mesh((variables, args, options.get("images")))
+            if mesh is not None and options.get("method") is None:
                 return self._apply_inside(mesh, variables, *args, **options)
             return nn.Module.apply(self, variables, *args, **options)
         except ScopeParamShapeError as error:

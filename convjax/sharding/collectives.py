@@ -100,7 +100,8 @@ def _collective(
     axes = axes_of(groups, mesh, pairs=pairs)
     devices = max(map(len, groups), default=1)
     arrays = [
-        (size * (visit.times or 1), origin) for size, origin in _arrays(visit, program, params)
+        (size * (1 if visit.times is None else visit.times), origin)
+        for size, origin in _arrays(visit, program, params)
     ]
     parts = tuple(
         Part(

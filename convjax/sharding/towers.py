@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from convjax.models.alexnet import AlexNet
-from convjax.sharding.mesh import BATCH
+from convjax.sharding.mesh import AXES, BATCH
 from convjax.sharding.rules import TOWERS, specs
 
 
@@ -29,15 +29,18 @@ class Towers:
     """An AlexNet over `mesh`, with the `init`, `shapes` and `apply` of a network.
 
     Raises:
-      ValueError: the mesh's axis `tower` has not as many devices as the network has towers, or they
-        do not divide a layer's width.
+      ValueError: the mesh's axes are not those of `make_mesh`, its axis `tower` has not as many
+        devices as the network has towers, or they do not divide a layer's width.
     """
 
     network: AlexNet
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        towers, devices = self.network.towers, dict(self.mesh.shape).get("tower", 1)
+        if self.mesh.axis_names != AXES:
+            # Dropout counts rows in this order.
+            raise ValueError(f"the mesh's axes {self.mesh.axis_names} must be make_mesh's, {AXES}")
+        towers, devices = self.network.towers, self.mesh.shape["tower"]
         if devices != towers:
             raise ValueError(f"tower={devices} of the mesh must be the network's towers={towers}")
         for field in ("widths", "dense_width"):

@@ -5,9 +5,10 @@ from typing import cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from convjax.data import Batch
-from convjax.sharding import BATCH, Rules, shardings
+from convjax.sharding import BATCH, Rules, gathered, shardings
 from convjax.training.state import TrainState
 
 
@@ -28,13 +29,17 @@ class Layout:
         """Of a batch's arrays."""
         return NamedSharding(self.mesh, BATCH)
 
-    def state(self, state: TrainState) -> TrainState:
+    def shardings_of(self, state: TrainState) -> TrainState:
         """Return the shardings of a state, which may be abstract.
 
         Raises:
           ValueError: no rule fits an array; names both.
         """
         return shardings(state, self.mesh, self.rules)
+
+    def used(self, params: PyTree) -> PyTree:
+        """Return parameters as layers use them; see `convjax.sharding.gathered`."""
+        return gathered(params, self.mesh, self.rules)
 
     def placed(self, batch: Batch) -> Batch:
         """Return a batch, of which each process has its rows, as arrays over all devices."""

@@ -59,13 +59,13 @@ class Parts:
     def abstract_state(self) -> TrainState:
         """Return the shapes, dtypes and shardings of the state."""
         shape = self.train_data.image_shape
-        return abstract_state(self.model, self.optimiser, shape, self.layout.state)
+        return abstract_state(self.model, self.optimiser, shape, self.layout.shardings_of)
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""
         key, _ = self._keys()
         shape = self.train_data.image_shape
-        return create_state(self.model, self.optimiser, key, shape, self.layout.state)
+        return create_state(self.model, self.optimiser, key, shape, self.layout.shardings_of)
 
     def abstract_batch(self) -> Batch:
         """Return the shapes, dtypes and shardings of a training batch, over all processes."""
@@ -92,7 +92,8 @@ class Parts:
             label_smoothing=config.label_smoothing,
             auxiliary_weight=config.auxiliary_weight,
             backend=config.model.backend,
-            out_shardings=(self.layout.state(self.abstract_state()), self.layout.whole),
+            used=self.layout.used,
+            out_shardings=(self.layout.shardings_of(self.abstract_state()), self.layout.whole),
         )
 
     def summary(self, state: TrainState) -> str:
@@ -108,6 +109,7 @@ class Parts:
             mean=data.mean,
             std=data.std,
             backend=self.config.model.backend,
+            used=self.layout.used,
             out_shardings=self.layout.whole,
         )
 

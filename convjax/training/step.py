@@ -7,7 +7,7 @@ from typing import Any, TypedDict, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float32, Int32, Key, UInt8
+from jaxtyping import Array, Bool, Float32, Int32, Key, PyTree, UInt8
 
 from convjax.data import Batch, normalise
 from convjax.training.state import Trainable, TrainState
@@ -58,6 +58,7 @@ def make_train_step(
     label_smoothing: float = 0.0,
     auxiliary_weight: float = 0.3,
     backend: Backend = "auto",
+    used: Callable[[PyTree], PyTree] = lambda params: params,
     out_shardings: Any = None,
 ) -> jax.stages.Wrapped:
     """Return the jitted `TrainStep`; it consumes the state that it is given.
@@ -72,6 +73,7 @@ def make_train_step(
       auxiliary_weight: of the losses of auxiliary heads, whose logits the model sows into the
         collection "auxiliary_logits", as GoogLeNet does.
       backend: what computes the cross-entropy.
+      used: parameters as the network uses them, of parameters as they lie on a mesh.
       out_shardings: of the new state and of the metrics; None leaves them to XLA.
     """
     smoothed = functools.partial(cross_entropy, label_smoothing=label_smoothing, backend=backend)
@@ -83,7 +85,7 @@ def make_train_step(
 
         def loss_fn(params):
             logits, updates = model.apply(
-                {"params": params, "batch_stats": state.batch_stats},
+                {"params": used(params), "batch_stats": state.batch_stats},
                 images,
                 train=True,
                 mutable=["batch_stats", "auxiliary_logits"],
@@ -121,6 +123,7 @@ def make_eval_step(
     mean: Sequence[float],
     std: Sequence[float],
     backend: Backend = "auto",
+    used: Callable[[PyTree], PyTree] = lambda params: params,
     out_shardings: Any = None,
 ) -> jax.stages.Wrapped:
     """Return the jitted `EvalStep`; arguments are those of `make_train_step`."""
@@ -128,7 +131,7 @@ def make_eval_step(
     def eval_step(state: TrainState, batch: Batch) -> EvalSums:
         pixels, labels, mask = _traced(batch)
         images = normalise(pixels, mean, std)
-        variables = {"params": state.params, "batch_stats": state.batch_stats}
+        variables = {"params": used(state.params), "batch_stats": state.batch_stats}
         logits = cast(Array, model.apply(variables, images, train=False))
         losses = cross_entropy(logits, labels, backend=backend)
         prediction = logits.argmax(-1).astype(jnp.int32)

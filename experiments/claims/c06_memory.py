@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from convjax import create_model
 from convjax.training.workdir import writing
-from experiments.claims.claim import Claim, Measurement, Task, main
+from experiments.claims.claim import Claim, Holds, Measurement, Task, main
 from experiments.claims.plans import GIB, plan, program_of
 
 LIMIT = 3 * GIB
@@ -64,7 +64,7 @@ def measure(task: Task) -> Measurement:
     )
 
 
-def holds(one: int, two: int) -> Any:
+def holds(one: int, two: int) -> Holds:
     """Whether one device needs more than the limit, and each of two does not."""
     return "yes" if one > LIMIT >= two else "no"
 

@@ -66,6 +66,7 @@ def sent(collectives: Sequence[dict[str, Any]], which: str) -> dict[str, int]:
 
 
 def holds(forward: dict[str, int], backward: dict[str, int], rest: dict[str, int]) -> bool:
+    """Whether a tower reads the other at these layers alone, and nothing else is exchanged."""
     return set(forward) == CROSSED and set(backward) <= CROSSED and bool(backward) and not rest
 
 

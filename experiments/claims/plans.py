@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from convjax.sharding.plan.planning import make_plan
-from convjax.sharding.targets import target
-from convjax.training.config import load_config
+from convjax.sharding.targets import NoPluginError, target
+from convjax.training.config import load_config, to_dict
 from experiments.claims.claim import Preset, Task
 
 GIB = 2**30
 
+_GPU = target("NVIDIA H200")
 _CONFIG = Path(__file__).parents[2] / "configs" / "alexnet_2012.py"
 _SMALL = {
     "model.fields.widths": "(8, 16, 16, 16, 16)",
@@ -35,13 +36,17 @@ def plan(
       fields: of the config, by dotted names, in place of its own.
     """
     overrides = {**_small(task.preset), **(fields or {})}
+    jax.config.update("jax_platforms", "cpu")  # the plug-in compiles for GPUs, and wants none
 
     def compiled() -> tuple[dict[str, Any], dict[str, Any]]:
-        jax.config.update("jax_platforms", "cpu")  # the plug-in compiles for GPUs, and wants none
-        config = load_config(_CONFIG, overrides)
-        return make_plan(config, mesh, target("NVIDIA H200")).as_json(), {}
+        return make_plan(load_config(_CONFIG, overrides), mesh, _GPU).as_json(), {}
 
-    part = task.part(name, {"mesh": dict(mesh), "fields": overrides}, compiled)
+    settings = {
+        "mesh": dict(mesh),
+        "config": to_dict(load_config(_CONFIG, overrides)),
+        "compiler": _compiler(),
+    }
+    part = task.part(name, settings, compiled)
     task.check_stop()
     return dict(part.values)
 
@@ -51,6 +56,15 @@ def program_of(plan: Mapping[str, Any]) -> str:
     kind = plan["device"] if plan["program"] == "gpu" else "simulated CPU device"
     count = plan["devices"]
     return f"XLA's program for {count} {kind}{'s' if count > 1 else ''}"
+
+
+def _compiler() -> str:
+    """Whose program it will be; one of a CPU is done again once there is a plug-in."""
+    try:
+        kind = _GPU.devices(1)[0].device_kind
+    except NoPluginError:
+        kind = "CPU"
+    return f"{kind}, jax {jax.__version__}"
 
 
 def _small(preset: Preset) -> dict[str, str]:

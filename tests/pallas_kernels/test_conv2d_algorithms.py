@@ -1,6 +1,8 @@
 """Which algorithm is chosen where, and what XLA is given of the one that is its own."""
 
 import re
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import conv2d, windows
-from pallas_kernels.conv2d_algorithms import Algorithms, Convolution, default_algorithms
+from pallas_kernels.conv2d_algorithms import (
+    Algorithms,
+    Convolution,
+    default_algorithms,
+    run,
+)
+from tests.pallas_kernels.arrays import normal
 
 
 def convolution(image, kernel, channels, *, strides=(1, 1), padding="SAME", groups=1):
@@ -50,6 +58,32 @@ def test_each_pass_has_its_own_algorithm_on_a_cpu(layer, expected):
 def test_accelerators_get_their_own_convolution_except_for_patches(layer, platform):
     algorithm = "patches" if layer == "ViT" else "direct"
     assert default_algorithms(LAYERS[layer], platform) == Algorithms(*[algorithm] * 3)
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW", "CHWN"])
+@pytest.mark.parametrize(
+    ("groups", "convolutions"), [(1, (1, 1)), (2, (2, 1)), (4, (4, 1)), (6, (1, 6))]
+)
+def test_a_gpu_gets_a_few_groups_side_by_side(monkeypatch, layout, groups, convolutions):
+    """As many convolutions of as many groups: XLA gathers a batch for those of several."""
+    monkeypatch.setattr("pallas_kernels.launch.platform", lambda: "gpu")
+    one = replace(convolution((5, 6), (3, 3), (12, 24), groups=groups), layout=layout)
+    x, w = normal(0, (2, 5, 6, 12)), normal(1, (3, 3, 12 // groups, 24))
+    x_laid_out = x.transpose(["NHWC".index(axis) for axis in layout])
+    compute = partial(run, "direct", convolution=one, dtype=jnp.float32)
+    found = re.findall(r"feature_group_count=(\d+)", str(jax.make_jaxpr(compute)(x_laid_out, w)))
+    count, grouped = convolutions
+    assert found == [str(grouped)] * count
+    y = compute(x_laid_out, w).transpose([layout.index(axis) for axis in "NHWC"])
+    expected = jax.lax.conv_general_dilated(
+        x,
+        w,
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 FAST_ON_A_CPU = "b01f_01io->b01f"

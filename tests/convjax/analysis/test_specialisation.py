@@ -134,3 +134,11 @@ def test_what_cannot_be_compared():
         specialisation(values, key(), towers=4)
     with pytest.raises(ValueError, match="draws=0 must be at least 1"):
         specialisation(values, key(), draws=0)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_specialisation_does_not_depend_on_scale(scale):
+    values = jnp.linspace(0, 1, 16)
+    one, other = (specialisation(values * by, key(), draws=1000) for by in (1, scale))
+    np.testing.assert_allclose(other.z, one.z, rtol=1e-4)
+    assert other.p == one.p < 0.01

@@ -169,7 +169,15 @@ def test_h200s_talk_there_too(params, sizes, backend):
 def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="tower=1 of the mesh must be the network's towers=2"):
         Towers(narrow(), make_mesh())
+    others = jax.make_mesh((1, 2), ("fsdp", "tower"), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"axes .* must be make_mesh's"):
+        Towers(narrow(), others)
     with pytest.raises(ValueError, match=r"towers=2 must divide widths=\(16, 31"):
         Towers(narrow(widths=(16, 31, 32, 32, 32)), make_mesh(tower=2))
     with pytest.raises(ValueError, match="tower_axis='tower' must be an axis of 2 devices"):
+        narrow(tower_axis="tower").apply(narrow().init(KEY, IMAGES[:1]), IMAGES[:1])
+    with (
+        jax.set_mesh(make_mesh(tower=2)),  # which is no shard_map
+        pytest.raises(ValueError, match="tower_axis='tower' must be an axis of 2 devices"),
+    ):
         narrow(tower_axis="tower").apply(narrow().init(KEY, IMAGES[:1]), IMAGES[:1])
