@@ -11,7 +11,15 @@ from tests.compiling import quick_jit
 from tests.convjax.models.families import NARROW, SMALLEST, narrow
 
 KEY = jax.random.key(0)
-families = pytest.mark.parametrize("name", NARROW)
+# GoogLeNet compiles for seconds: of its forms, the paper's is tested each time.
+_OTHER_FORMS = ("googlenet_bn", "googlenet_torchvision")
+families = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in _OTHER_FORMS else name
+        for name in NARROW
+    ],
+)
 
 
 def shape(size, channels=3, batch=2):
