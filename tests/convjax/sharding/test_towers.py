@@ -63,9 +63,15 @@ def on_one_device(params):
 
 
 def assert_equal_to_rounding(split, whole):
+    """Up to 2e-6 of the tree's largest number.
+
+    Not of each array's: where rounding decides whether a ReLU passes one pixel, a bias that is a
+    thousandth of the others as a whole differs by 2e-5 of itself (seen on jax 0.12).
+    """
+    split, whole = jax.device_get((split, whole))
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole))
     for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(whole), strict=True):
-        a, b = jax.device_get((a, b))
-        assert np.abs(a - b).max() <= 2e-6 * np.abs(b).max()
+        assert np.abs(a - b).max() <= 2e-6 * largest
 
 
 def talk(compiled, mesh, params):
