@@ -388,9 +388,7 @@ def default_blocks(
     wide = jnp.dtype(dtype).itemsize > 2
     if wide and blocks.m * blocks.n == (64 * 64 if narrow else 128 * 64):
         blocks = replace(blocks, stages=2)
-    if narrow:
-        return blocks
-    if sums and blocks.m * blocks.n in (128 * 64, 128 * 16):
+    if sums and not narrow and blocks.m * blocks.n in (128 * 64, 128 * 16):
         return replace(blocks, k=min(blocks.k, 32), stages=3)
     return blocks
 

@@ -209,9 +209,12 @@ def gathered(params: Tree, mesh: Mesh, rules: Rules) -> Tree:
 
 
 def _without_fsdp(entry: Any) -> Any:
-    axes = entry if isinstance(entry, tuple) else (entry,)
-    left = tuple(axis for axis in axes if axis not in ("fsdp", None))
-    return left or None
+    return tuple(axis for axis in _axes(entry) if axis != "fsdp") or None
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh's axes in an entry of a `PartitionSpec`."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -248,7 +251,7 @@ def _check(path: str, shape: tuple[int, ...], spec: P, sizes: Mapping[str, int])
     if len(spec) > len(shape):
         raise ValueError(f"{path} {list(shape)} has fewer dimensions than {spec}")
     for size, entry in zip(shape, spec, strict=False):
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        axes = _axes(entry)
         for axis in axes:
             if axis not in sizes:
                 known = ", ".join(sizes)

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from convjax.data import Augmentation
 from convjax.sharding import RuleSet
 from convjax.training.errors import ConfigError
-from convjax.training.parsing import build, leaves, override
+from convjax.training.parsing import build, differing, override
 from pallas_kernels import Backend
 
 
@@ -266,9 +266,8 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def differing_fields(one: RunConfig, other: RunConfig) -> list[str]:
     """Return the dotted names of the fields whose values differ, but for those of the mesh."""
-    ones, others = dict(leaves(to_dict(one))), dict(leaves(to_dict(other)))
-    differing = (name for name in ones | others if ones.get(name, ...) != others.get(name, ...))
-    return [name for name in differing if not name.startswith("mesh.")]
+    names = differing(to_dict(one), to_dict(other))
+    return [name for name in names if not name.startswith("mesh.")]
 
 
 def _check(config: Any, name: str, holds: bool, rule: str) -> None:

@@ -93,6 +93,12 @@ def nearest(name: str, known: list[str]) -> str:
     return max(known, key=nearness)
 
 
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the dotted names of the leaves that two nested mappings do not share."""
+    ones, others = dict(leaves(one)), dict(leaves(other))
+    return [name for name in ones | others if ones.get(name, ...) != others.get(name, ...)]
+
+
 def _typed(value: Any, kind: Any, name: str) -> Any:
     """Return `value` as the annotation `kind` wants it, where that loses nothing."""
     origin, arguments = get_origin(kind), get_args(kind)

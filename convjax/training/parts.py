@@ -93,7 +93,10 @@ class Parts:
             auxiliary_weight=config.auxiliary_weight,
             backend=config.model.backend,
             used=self.layout.used,
-            out_shardings=(self.layout.shardings_of(self.abstract_state()), self.layout.whole),
+            out_shardings=(
+                jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state()),
+                self.layout.whole,
+            ),
         )
 
     def summary(self, state: TrainState) -> str:

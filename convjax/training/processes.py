@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from convjax.training.errors import ConfigError, DamagedError, RunError, one_line
 from convjax.training.lost_process import tell_in_one_line
-from convjax.training.parsing import leaves
+from convjax.training.parsing import differing
 
 HEARTBEAT_SECONDS = 20
 """A process that is silent for so long is lost; the others notice a few seconds later."""
@@ -148,9 +148,7 @@ def exchange(text: str) -> list[str]:
 
 def check_same(values: dict[str, Any]) -> None:
     """Raise a ConfigError if this process has other values than the first one; all call this."""
-    own, first = dict(leaves(values)), dict(leaves(json.loads(exchange(json.dumps(values))[0])))
-    names = [name for name in own | first if own.get(name, ...) != first.get(name, ...)]
-    if names:
+    if names := differing(values, json.loads(exchange(json.dumps(values))[0])):
         raise ConfigError(f"other values of {', '.join(names)} than in process 0")
 
 
